@@ -1,0 +1,264 @@
+"""Contracts that third parties implement: `Store`, `Backend`, `Codec`, `Clock`, and the records they exchange."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NewType, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "Backend",
+    "BlockPayload",
+    "Clock",
+    "Codec",
+    "Message",
+    "ModelInfo",
+    "SequenceId",
+    "StepResult",
+    "StepWork",
+    "Store",
+    "StoreStats",
+]
+
+SequenceId = NewType("SequenceId", int)
+"""Handle of a sequence inside one backend; never reused for another sequence while it is alive."""
+
+Message = Mapping[str, Any]
+"""One chat message: ``role``, ``content`` and what the template knows (``tool_calls``, ...)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the engine has to know about a loaded model.
+
+    Attributes:
+        name: display name; never part of a key.
+        architecture: as the model file names it, e.g. "llama".
+        context_tokens: most tokens one sequence may hold, prompt and completion together.
+        capacity_tokens: most tokens all sequences together may hold.
+        max_sequences: most sequences alive at once.
+        max_step_tokens: most tokens one step may process.
+        vocab_size: number of token ids; logits have this length.
+        end_token_ids: token ids that end a text (end of text, end of turn).
+        block_tokens: tokens in one full KV block.
+        block_bytes: bytes of one full block of KV, all layers.
+        model_state: digest over everything that shapes the numbers (weights content, KV dtype, RoPE, ...), 32 bytes.
+        execution_path: names and values of what else can move a bit (library version, kernels, numerics, ...).
+        numerics: "bitwise" if the load-time self-test proved it, else "standard".
+        reuse_blocks: False if KV blocks of this model can't be cut out and put back.
+        resident_idle_tokens: tokens of idle sequences worth keeping in the context; past it, restoring from the
+            pool is cheaper than the drag of idle tokens on every step.
+        notes: plain sentences about what was detected, for people.
+    """
+
+    name: str
+    architecture: str
+    context_tokens: int
+    capacity_tokens: int
+    max_sequences: int
+    max_step_tokens: int
+    vocab_size: int
+    end_token_ids: frozenset[int]
+    block_tokens: int
+    block_bytes: int
+    model_state: bytes
+    execution_path: Mapping[str, str | int | bool]
+    numerics: Literal["bitwise", "standard"]
+    reuse_blocks: bool
+    resident_idle_tokens: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockPayload:
+    """The KV of consecutive tokens of one sequence, all layers, as plain bytes.
+
+    Attributes:
+        num_tokens: tokens covered; a full block's `ModelInfo.block_tokens`, fewer for a prompt's tail.
+        data: uint8, shape (num_bytes,), C-contiguous; owned by the payload.
+        dtype: element type that `data` holds, e.g. "float16"; tells codecs how to split it.
+        shape: shape of the elements; the product times the item size is `len(data)`.
+        layout: id of the byte layout; a backend refuses a layout it does not know.
+    """
+
+    num_tokens: int
+    data: npt.NDArray[np.uint8]
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepWork:
+    """A run of tokens to process for one sequence in one step.
+
+    Attributes:
+        sequence: the sequence to extend.
+        token_ids: tokens to process, at least one.
+        start: position of the first of them; must equal the number of tokens the sequence holds.
+        logits: whether the logits after the last token are wanted.
+    """
+
+    sequence: SequenceId
+    token_ids: Sequence[int]
+    start: int
+    logits: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step gave.
+
+    Attributes:
+        logits: per work item, float32 of shape (vocab_size,) where asked, else None. The arrays may be views
+            that are only valid until the next step; copy what must live longer. Writing to them is allowed.
+    """
+
+    logits: list[npt.NDArray[np.float32] | None]
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """Owns sequences and KV memory and does one step at a time; knows nothing of pools or fingerprints.
+
+    All methods except `tokenize`, `detokenize` and `render_chat` (thread-safe) are called from one thread.
+    """
+
+    info: ModelInfo
+
+    def tokenize(self, text: str, *, add_special: bool) -> list[int]:
+        """Token ids of `text`. `add_special` adds what the model wants around a plain text (BOS, EOS) and, if
+        False, special-token text such as ``<|im_start|>`` in a rendered chat is parsed as one token."""
+        ...
+
+    def detokenize(self, ids: Sequence[int]) -> bytes:
+        """Bytes of the tokens; half a character is possible. Special tokens give no bytes."""
+        ...
+
+    def render_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """The chat as one prompt text, ending where the assistant's answer starts.
+
+        Raises:
+            UnsupportedOptionError: the model has no chat template, or it can't do what was asked.
+            InvalidRequestError: the messages don't fit the template.
+        """
+        ...
+
+    def create(self, adapter: str | None = None) -> SequenceId:
+        """A new, empty sequence, computed with the named adapter."""
+        ...
+
+    def fork(self, source: SequenceId, num_tokens: int) -> SequenceId:
+        """A new sequence that shares the first `num_tokens` tokens of `source` without copying."""
+        ...
+
+    def shareable(self, source: SequenceId, num_tokens: int) -> bool:
+        """Whether `fork(source, num_tokens)` works: a sliding window may have dropped what it needs."""
+        ...
+
+    def release(self, sequence: SequenceId) -> None:
+        """Gives the sequence's memory back; tokens shared with other sequences stay."""
+        ...
+
+    def step(self, work: Sequence[StepWork]) -> StepResult:
+        """Processes all work items together. Work items of one step must use the same adapter.
+
+        Raises:
+            BackendStepError: nothing was processed.
+        """
+        ...
+
+    def room(self) -> int:
+        """Tokens that can still be processed or restored before memory must be released."""
+        ...
+
+    def free_sequences(self) -> int:
+        """Sequences that can still be created before one must be released."""
+        ...
+
+    def export_blocks(self, sequence: SequenceId, first: int, count: int, end: int | None = None) -> list[BlockPayload]:
+        """Copies blocks `first` .. `first + count - 1` out. Block i covers tokens [i * block_tokens, ...); the last
+        one is cut at token `end` if given. Returns fewer when the tokens are not there any more."""
+        ...
+
+    def restore_blocks(self, sequence: SequenceId, first: int, payloads: Sequence[BlockPayload]) -> None:
+        """Appends blocks to a sequence that holds exactly `first * block_tokens` tokens. All or nothing.
+
+        Raises:
+            BackendError: nothing was restored; the sequence is as before.
+        """
+        ...
+
+    def close(self) -> None:
+        """Frees everything. Idempotent."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Counters of one store since it was opened; `bytes` and `items` are what it holds now."""
+
+    items: int
+    bytes: int
+    hits: int
+    misses: int
+    evictions: int
+    dropped: int
+
+
+@runtime_checkable
+class Store(Protocol):
+    """A tier that maps keys to values. One value is one recyclable unit; values are opaque bytes."""
+
+    async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Values in the order of `keys`; None is a miss."""
+        ...
+
+    async def put_many(self, items: Sequence[tuple[str, bytes]]) -> None:
+        """Stores or replaces; each value becomes visible only when complete."""
+        ...
+
+    async def leading_run(self, keys: Sequence[str]) -> int:
+        """How many of the first keys exist, counted up to the first that does not."""
+        ...
+
+    async def delete_many(self, keys: Sequence[str]) -> int:
+        """Deletes; returns how many existed."""
+        ...
+
+    async def stats(self) -> StoreStats: ...
+
+    async def aclose(self) -> None: ...
+
+
+class Codec(Protocol):
+    """Turns the bytes of one payload into stored bytes and back."""
+
+    @property
+    def name(self) -> str:
+        """Goes into the stored form, so that a reader knows how to decode."""
+        ...
+
+    def encode(self, data: npt.NDArray[np.uint8], dtype: str) -> bytes | memoryview:
+        """The bytes to store; a view of `data` if nothing changes."""
+        ...
+
+    def decode(self, blob: bytes | memoryview, num_bytes: int, dtype: str) -> npt.NDArray[np.uint8]:
+        """Raises FormatError unless exactly `num_bytes` come out; allocates no more than that and, for a moment,
+        one plane of it. The result is read-only and may be a view of `blob`."""
+        ...
+
+
+class Clock(Protocol):
+    """Time source, so that tests can move it."""
+
+    def monotonic(self) -> float:
+        """Seconds that never go back."""
+        ...
+
+    def time(self) -> float:
+        """Seconds since the epoch."""
+        ...

@@ -1,0 +1,1 @@
+"""The lite backend: GGUF models through the C API of llama.cpp."""

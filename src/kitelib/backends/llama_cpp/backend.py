@@ -1,0 +1,393 @@
+"""`LlamaCppBackend`: GGUF models through llama.cpp's public C API."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kitelib.abc import BlockPayload, Message, ModelInfo, SequenceId, StepResult, StepWork
+from kitelib.backends.llama_cpp.blocks import StateLayout
+from kitelib.backends.llama_cpp.build_id import library_digest
+from kitelib.backends.llama_cpp.context import ContextOptions, LlamaContext
+from kitelib.backends.llama_cpp.library import default_threads, load_library, spin_note
+from kitelib.backends.llama_cpp.model import GGUFModel
+from kitelib.backends.llama_cpp.selftest import PLANS, RowPlan, find_plan
+from kitelib.backends.llama_cpp.template import ChatTemplate
+from kitelib.config import AdapterConfig, Numerics
+from kitelib.errors import BackendError, ConfigError, FormatError, UnknownAdapterError
+from kitelib.fingerprint import encode_fields
+from kitelib.runtime.limits import available_memory_bytes
+
+__all__ = ["LlamaCppBackend", "LlamaCppOptions"]
+
+_BLOCK_TOKENS = {"llama": 16, "qwen": 32, "phi": 8}
+_DEFAULT_CONTEXT = 4096
+_STANDARD_ROWS = 256
+_PROBE_CELLS = 1024
+# One masked cell costs about this many multiply-adds per attention head, row and layer (measured: 2.4 ns beside
+# 0.074 ns per weight and token). Idle tokens may slow a step by this share before the pool becomes the better place.
+_CELL_COST_WEIGHTS = 32
+_IDLE_SHARE = 0.05
+_MIN_IDLE_TOKENS = 768
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LlamaCppOptions:
+    """Options of the backend.
+
+    Attributes:
+        n_ctx: tokens of one sequence; None means what the model was trained for, at most 4096.
+        kv_tokens: tokens of all sequences together; None means four times n_ctx if the memory allows it.
+        threads: threads of a step; None leaves one core to the application.
+        max_sequences: sequences that run at once; default 16.
+        block_tokens: tokens in a block; None chooses by architecture (llama 16, qwen 32, phi 8, else 16).
+        numerics: what to ask the load-time self-test for.
+        adapters: name -> LoRA adapter.
+        cache_dir: where digests and self-test results are remembered; None means the user's cache folder.
+    """
+
+    n_ctx: int | None = None
+    kv_tokens: int | None = None
+    threads: int | None = None
+    max_sequences: int = 16
+    block_tokens: int | None = None
+    numerics: Numerics = "bitwise"
+    adapters: Mapping[str, AdapterConfig] = dataclasses.field(default_factory=dict)
+    cache_dir: Path | None = None
+
+
+class LlamaCppBackend:
+    """Implements `kitelib.abc.Backend`. Create it with `load`."""
+
+    info: ModelInfo
+
+    def __init__(self, model: GGUFModel, context: LlamaContext, template: ChatTemplate, info: ModelInfo) -> None:
+        self.info = info
+        self.adapter_states = {name: (each.digest, each.scale) for name, each in model.adapters.items()}
+        self._model = model
+        self._context = context
+        self._template = template
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        options: LlamaCppOptions,
+        progress: Callable[[str, float], None] | None = None,
+    ) -> LlamaCppBackend:
+        """Loads a model and checks how exact it can be. Takes seconds; call it off the event loop.
+
+        Raises:
+            ModelNotFoundError, ModelFormatError: the file is missing or not a model that can be served.
+            ConfigError: an option does not fit the model.
+            BackendError: llama.cpp failed, or the memory does not suffice.
+        """
+        lib = load_library()
+        report = None if progress is None else lambda share: progress("reading the weights", share)
+        model = GGUFModel.load(path, adapters=options.adapters, cache_dir=options.cache_dir, progress=report)
+        try:
+            return _Loader(lib, model, options, progress).load()
+        except BaseException:
+            model.close()
+            raise
+
+    def tokenize(self, text: str, *, add_special: bool) -> list[int]:
+        return self._model.tokenize(text, add_special=add_special)
+
+    def detokenize(self, ids: Sequence[int]) -> bytes:
+        return self._model.detokenize(ids)
+
+    def token_text(self, token_id: int) -> str:
+        """The token as people read it, special tokens included."""
+        return self._model.token_text(token_id)
+
+    def vocab_bytes(self) -> list[bytes]:
+        """Bytes of every token id; b"" for special tokens."""
+        return self._model.vocab_bytes()
+
+    def render_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        return self._template.render(messages, tools)
+
+    def create(self, adapter: str | None = None) -> SequenceId:
+        if adapter is not None and adapter not in self.adapter_states:
+            raise UnknownAdapterError(f"no adapter is called {adapter!r}; open the engine with adapters={{...}}")
+        return self._context.create(adapter)
+
+    def fork(self, source: SequenceId, num_tokens: int) -> SequenceId:
+        return self._context.fork(source, num_tokens)
+
+    def shareable(self, source: SequenceId, num_tokens: int) -> bool:
+        """Whether `fork(source, num_tokens)` works."""
+        return self._context.shareable(source, num_tokens)
+
+    def release(self, sequence: SequenceId) -> None:
+        self._context.release(sequence)
+
+    def step(self, work: Sequence[StepWork]) -> StepResult:
+        # Cells that nobody needs slow every step; moving the live ones pays once they are the smaller part.
+        if self._context.wasted_tokens > max(self.info.resident_idle_tokens, self._context.used_tokens):
+            self._context.compact()
+        return self._context.step(work)
+
+    def room(self) -> int:
+        return self._context.room()
+
+    def free_sequences(self) -> int:
+        """How many more sequences can be created."""
+        return self._context.free_sequences
+
+    def used_tokens(self) -> int:
+        """Tokens that live sequences hold, shared ones counted once."""
+        return self._context.used_tokens
+
+    def export_blocks(self, sequence: SequenceId, first: int, count: int, end: int | None = None) -> list[BlockPayload]:
+        if not self.info.reuse_blocks:
+            return []
+        size = self.info.block_tokens
+        last = min(self._context.num_tokens(sequence), (first + count) * size, end if end is not None else 2**31)
+        counts = [min(size, last - start) for start in range(first * size, last, size)]
+        try:
+            return self._context.export_range(sequence, first * size, counts) if counts else []
+        except FormatError:
+            return []  # part of the range is not in the cache any more: a miss
+
+    def restore_blocks(self, sequence: SequenceId, first: int, payloads: Sequence[BlockPayload]) -> None:
+        if self._context.num_tokens(sequence) != first * self.info.block_tokens:
+            raise BackendError(
+                f"blocks from {first} on can't follow a sequence of {self._context.num_tokens(sequence)} tokens"
+            )
+        self._context.restore(sequence, payloads)
+
+    def close(self) -> None:
+        self._context.close()
+        self._model.close()
+
+
+class _Loader:
+    """The steps of loading, in order; holds what they share."""
+
+    def __init__(
+        self, lib: Any, model: GGUFModel, options: LlamaCppOptions, progress: Callable[[str, float], None] | None
+    ) -> None:
+        self._lib = lib
+        self._model = model
+        self._options = options
+        self._progress = progress or (lambda *_: None)
+        self._notes: list[str] = []
+        self._threads = default_threads() if options.threads is None else options.threads
+        if self._threads < 1:
+            raise ConfigError(f"threads is {self._threads}; give at least 1")
+        if options.max_sequences < 1 or options.max_sequences > 63:
+            raise ConfigError(f"max_sequences is {options.max_sequences}; give 1 to 63")
+        self._adapters = {name: (each.handle, each.scale) for name, each in model.adapters.items()}
+
+    def load(self) -> LlamaCppBackend:
+        context_tokens = self._context_tokens()
+        block_tokens = self._block_tokens()
+        layout = self._probe_layout(block_tokens)
+        plan = self._plan(layout, block_tokens) if self._options.numerics == "bitwise" else None
+        rows = plan or RowPlan(_STANDARD_ROWS, 1, 1)
+        capacity = self._capacity(context_tokens, layout)
+        options = self._context_options(rows, capacity, block_tokens)
+        self._progress("allocating the KV cache", 0.0)
+        context = LlamaContext(self._lib, self._model.handle, options, adapters=self._adapters)
+        context.layout = layout
+        if note := spin_note():
+            self._notes.append(note)
+        try:
+            info = self._info(context_tokens, capacity, block_tokens, layout, plan, rows)
+            model = self._model
+            template = ChatTemplate(
+                model.chat_template,
+                "" if model.bos_id is None else model.token_text(model.bos_id),
+                self._eos_text(),
+                add_bos=model.add_bos,
+                tool_source=model.tool_template,
+            )
+            return LlamaCppBackend(self._model, context, template, info)
+        except BaseException:
+            context.close()
+            raise
+
+    def _context_tokens(self) -> int:
+        trained, wanted = self._model.n_ctx_train, self._options.n_ctx
+        if wanted is None:
+            return min(trained, _DEFAULT_CONTEXT)
+        if not 1 <= wanted <= trained:
+            raise ConfigError(f"n_ctx is {wanted}; this model takes 1 to {trained} tokens")
+        return wanted
+
+    def _block_tokens(self) -> int:
+        wanted = self._options.block_tokens
+        if wanted is None:
+            architecture = self._model.architecture
+            return next((size for name, size in _BLOCK_TOKENS.items() if architecture.startswith(name)), 16)
+        if wanted < 1 or wanted > 256 or (self._model.n_swa and wanted > self._model.n_swa):
+            raise ConfigError(f"block_tokens is {wanted}; give 1 to {min(256, self._model.n_swa or 256)}")
+        return wanted
+
+    def _context_options(self, plan: RowPlan, capacity: int, block_tokens: int) -> ContextOptions:
+        return ContextOptions(
+            capacity_tokens=capacity,
+            max_sequences=self._options.max_sequences,
+            rows=plan.rows,
+            min_rows=plan.min_rows,
+            row_multiple=plan.row_multiple,
+            threads=self._threads,
+            flash_attention=True,
+            block_tokens=block_tokens,
+        )
+
+    def _probe_layout(self, block_tokens: int) -> StateLayout | None:
+        model = self._model
+        if model.is_recurrent or model.is_hybrid:
+            kind = "recurrent" if model.is_recurrent else "hybrid"
+            self._notes.append(f"{kind} model: its state can't be cut into blocks, so it is served without block reuse")
+            return None
+        options = self._context_options(RowPlan(16, 1, 1), 256, block_tokens)
+        context = LlamaContext(self._lib, model.handle, options, adapters={})
+        try:
+            sequence = context.create()
+            context.step([StepWork(sequence, [1, 2, 3], 0, False)])
+            return StateLayout.probe(context.read_range(sequence, 0, 3).tobytes(), [0, 1, 2])
+        except FormatError as error:
+            self._notes.append(f"served without block reuse: {error}")
+            return None
+        finally:
+            context.close()
+
+    def _plan(self, layout: StateLayout | None, block_tokens: int) -> RowPlan | None:
+        if layout is None:
+            self._notes.append("numerics are standard: the self-test needs blocks")
+            return None
+        key = hashlib.sha256(
+            encode_fields(
+                "kite.selftest",
+                self._model.weights_digest,
+                library_digest(self._lib),
+                self._system(),
+                self._threads,
+                repr(PLANS),
+            )
+        ).hexdigest()
+        cache = _SelfTestCache(self._options.cache_dir)
+        known, plan = cache.get(key)
+        if not known:
+            self._progress("checking numerics", 0.0)
+
+            def make(plan: RowPlan) -> LlamaContext:
+                options = self._context_options(plan, _PROBE_CELLS, block_tokens)
+                context = LlamaContext(self._lib, self._model.handle, options, adapters={})
+                context.layout = layout
+                return context
+
+            plan = find_plan(make, PLANS, self._model.n_vocab)
+            cache.put(key, plan)
+        if plan is None:
+            self._notes.append("numerics are standard: on this machine the kernels' bits depend on the batch")
+        return plan
+
+    def _capacity(self, context_tokens: int, layout: StateLayout | None) -> int:
+        wanted = self._options.kv_tokens
+        if wanted is not None and wanted < context_tokens:
+            raise ConfigError(f"kv_tokens is {wanted}; it must be at least n_ctx, which is {context_tokens}")
+        # Padding rows and the cache's own granularity (256 cells) come on top.
+        capacity = wanted or 4 * context_tokens
+        if layout is not None:
+            budget = available_memory_bytes() // (1 if wanted is not None else 4)
+            if context_tokens * layout.token_bytes > available_memory_bytes():
+                raise BackendError(
+                    f"the KV of n_ctx={context_tokens} tokens takes {context_tokens * layout.token_bytes / 2**20:.0f} MiB, "
+                    "more than the memory available; open the engine with a smaller n_ctx"
+                )
+            if wanted is None:
+                capacity = max(context_tokens, min(capacity, budget // layout.token_bytes))
+            elif capacity * layout.token_bytes > budget:
+                raise BackendError(
+                    f"kv_tokens={wanted} takes {capacity * layout.token_bytes / 2**20:.0f} MiB, more than the memory "
+                    "available; give less"
+                )
+        return -(-(capacity + 64) // 256) * 256
+
+    def _eos_text(self) -> str:
+        eos = int(self._lib.llama_vocab_eos(self._model.vocab))
+        return self._model.token_text(eos) if eos >= 0 else ""
+
+    def _system(self) -> str:
+        return bytes(self._lib.llama_print_system_info()).decode()
+
+    def _info(
+        self,
+        context_tokens: int,
+        capacity: int,
+        block_tokens: int,
+        layout: StateLayout | None,
+        plan: RowPlan | None,
+        rows: RowPlan,
+    ) -> ModelInfo:
+        model = self._model
+        path: dict[str, str | int | bool] = {
+            "backend": "llama_cpp",
+            "attention": "flash",
+            "layout": layout.layout_id if layout else "none",
+            "block_tokens": block_tokens,
+            "numerics": "bitwise" if plan else "standard",
+        }
+        if plan:
+            path |= {
+                "library": library_digest(self._lib).hex(),
+                "system": self._system(),
+                "rows": repr(plan),
+                "threads": self._threads,
+            }
+        heads = max(1, model.n_head * model.n_layer)
+        idle = int(_IDLE_SHARE * model.n_params / (_CELL_COST_WEIGHTS * heads))
+        return ModelInfo(
+            name=model.name,
+            architecture=model.architecture,
+            context_tokens=context_tokens,
+            capacity_tokens=capacity,
+            max_sequences=self._options.max_sequences,
+            max_step_tokens=rows.rows,
+            vocab_size=model.n_vocab,
+            end_token_ids=frozenset(model.end_token_ids),
+            block_tokens=block_tokens,
+            block_bytes=block_tokens * (layout.token_bytes if layout else 0),
+            model_state=hashlib.sha256(encode_fields("kite.model", model.weights_digest, "kv-float16")).digest(),
+            execution_path=path,
+            numerics="bitwise" if plan else "standard",
+            reuse_blocks=layout is not None,
+            resident_idle_tokens=max(_MIN_IDLE_TOKENS, idle),
+            notes=tuple(self._notes),
+        )
+
+
+class _SelfTestCache:
+    """Remembers self-test results, one small JSON file each; anything unreadable counts as unknown."""
+
+    def __init__(self, cache_dir: Path | None) -> None:
+        base = cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kite"
+        self._folder = base / "selftest"
+
+    def get(self, key: str) -> tuple[bool, RowPlan | None]:
+        try:
+            stored = json.loads((self._folder / f"{key}.json").read_text())
+            return True, RowPlan(**stored["plan"]) if stored["plan"] is not None else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return False, None
+
+    def put(self, key: str, plan: RowPlan | None) -> None:
+        text = json.dumps({"plan": dataclasses.asdict(plan) if plan else None})
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False) as file:
+                file.write(text)
+            os.replace(file.name, self._folder / f"{key}.json")
+        except OSError:
+            pass  # a read-only cache only costs the self-test's second

@@ -1,0 +1,331 @@
+"""Loads the llama.cpp library: the one place that imports `llama_cpp`.
+
+Three things are settled here, because they can't be settled later:
+
+* **Spinning OpenMP threads.** Between two parallel regions the workers of an OpenMP runtime spin instead of
+  sleeping. Alone on a machine that saves microseconds; next to any other busy thread it costs whole scheduler
+  time slices per region (`tests/benchmarks/threads.py` measures it). The runtime reads its settings once, when it
+  is loaded, so they are put into the C environment around the load and taken out again.
+* **The log.** libllama has one log callback per process. Lines go to the logger ``kitelib.llama_cpp`` (warnings
+  and errors as WARNING, the rest as DEBUG); the last errors of a thread are kept to explain a failed call.
+* **Compute plug-ins.** Builds with separate backend libraries (``GGML_BACKEND_DL``, as packaged for Termux) load
+  them from the folder of libllama.
+
+Nothing happens at import; everything happens in the first `load_library()`.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import functools
+import importlib
+import logging
+import os
+import pathlib
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from kitelib.errors import BackendError, MissingExtraError
+
+__all__ = ["captured_errors", "default_threads", "load_library", "spin_note"]
+
+MAX_DEFAULT_THREADS = 8
+
+_PURPOSE = "running a GGUF model"
+# Settings per OpenMP runtime, and the variables with which a user may already have decided. OMP_WAIT_POLICY would do
+# for both but says more than "do not spin", and every OpenMP runtime that loads in the same moment would read it.
+_SPIN_SETTINGS = {
+    "GOMP_SPINCOUNT": ("0", ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")),
+    "KMP_BLOCKTIME": ("0", ("KMP_BLOCKTIME", "KMP_LIBRARY", "OMP_WAIT_POLICY")),
+}
+_OPENMP_FILE = re.compile(r"lib(?:gomp|omp|iomp5)\b[^/]*\.so[.\d]*$")
+_OPENMP_NEEDED = re.compile(rb"\0(lib(?:gomp|omp|iomp5)\b[\w.+-]*\.so[.\d]*)(?=\0)")
+_LEVEL_CONTINUE = 5
+_LEVEL_WARN = 3
+
+_lock = threading.Lock()
+
+
+class _Library(NamedTuple):
+    module: Any
+    spin_note: str | None
+    log_callback: Any  # referenced for as long as libllama may call it
+
+
+def load_library() -> Any:
+    """The module of low-level llama.cpp functions, `llama_cpp.llama_cpp`. The first call loads the library.
+
+    The folder named by the environment variable ``LLAMA_CPP_LIB_PATH`` is used if set (a prebuilt libllama of the
+    same release as the bindings). Thread-safe.
+
+    Raises:
+        MissingExtraError: the package llama-cpp-python, or one that it needs, is not installed.
+        BackendError: it is installed, but the library can't be loaded.
+    """
+    with _lock:
+        return _load().module
+
+
+def spin_note() -> str | None:
+    """Why OpenMP workers may spin in this process, as one sentence for people; None if they don't."""
+    with _lock:
+        return _load().spin_note
+
+
+@functools.cache
+def _load() -> _Library:
+    before = _openmp_files()
+    with _quiet_openmp_workers():
+        module = _import_bindings()
+        _read_openmp_settings(_openmp_files() - before)
+    callback = _route_log(module)
+    module.llama_backend_init()
+    _load_plugins(module)
+    return _Library(module, _find_spin_note(module, before), callback)
+
+
+def _import_bindings() -> Any:
+    folder = os.environ.get("LLAMA_CPP_LIB_PATH")
+    try:
+        return importlib.import_module("llama_cpp.llama_cpp")
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        package = "llama-cpp-python" if missing.partition(".")[0] in ("", "llama_cpp") else missing
+        raise MissingExtraError(package, "lite", _PURPOSE) from error
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        # AttributeError: a libllama that lacks a function the bindings name.
+        where = f"from LLAMA_CPP_LIB_PATH={folder!r}" if folder else "that llama-cpp-python installed"
+        remedy = (
+            "point LLAMA_CPP_LIB_PATH at a folder with libllama and libggml of the release the bindings were made for"
+            if folder
+            else "reinstall it so that it is built on this machine: "
+            "pip install --force-reinstall --no-binary llama-cpp-python 'kitelib[lite]'"
+        )
+        raise BackendError(f"the llama.cpp library {where} can't be loaded: {error}; {remedy}") from error
+
+
+# -- OpenMP ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _quiet_openmp_workers() -> Iterator[None]:
+    """Puts the spin settings into the C environment, and puts it back exactly as it was.
+
+    `os.environ` is left alone: the C environment is what OpenMP runtimes read. What the user has set stays.
+    """
+    if os.name != "posix":
+        yield
+        return
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype, getenv.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
+    added = [
+        (name, value)
+        for name, (value, deciders) in _SPIN_SETTINGS.items()
+        if not any(getenv(decider.encode()) is not None for decider in deciders)
+    ]
+    for name, value in added:
+        os.putenv(name, value)
+    try:
+        yield
+    finally:
+        for name, _ in added:
+            os.unsetenv(name)
+
+
+def _openmp_files() -> frozenset[pathlib.Path]:
+    """Paths of the OpenMP runtimes mapped into this process; empty where /proc does not tell."""
+    try:
+        maps = pathlib.Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return frozenset()
+    # Fields: address, permissions, offset, device, inode, path (which may hold spaces).
+    paths = {fields[5] for fields in (line.split(maxsplit=5) for line in maps.splitlines()) if len(fields) == 6}
+    return frozenset(pathlib.Path(path) for path in paths if _OPENMP_FILE.search(path))
+
+
+def _read_openmp_settings(files: frozenset[pathlib.Path]) -> None:
+    """Makes freshly loaded LLVM or Intel runtimes read their settings now: they wait for the first use."""
+    for path in files:
+        if not path.name.startswith("libgomp"):
+            ctypes.CDLL(str(path)).omp_get_max_threads()
+
+
+def _find_spin_note(module: Any, before: frozenset[pathlib.Path]) -> str | None:
+    """A sentence if ggml uses an OpenMP runtime that was there before us with its spinning default."""
+    if not before or os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
+        return None
+    # Another copy under another soname, such as the one PyTorch ships under a hashed name, is a separate runtime.
+    for needed in _needed_openmp(module):
+        for path in before:
+            variable = "GOMP_SPINCOUNT" if needed.startswith("libgomp") else "KMP_BLOCKTIME"
+            if path.name.startswith(needed) and os.environ.get(variable) != "0":
+                return (
+                    f"{needed} was loaded before llama.cpp, so its worker threads keep spinning while they wait; on a "
+                    f"busy machine steps become many times slower: set {variable}=0 before the process starts, or open "
+                    "the engine before importing what loads it"
+                )
+    return None
+
+
+def _needed_openmp(module: Any) -> set[str]:
+    """Sonames of the OpenMP runtimes that the loaded ggml libraries are linked to."""
+    folder = pathlib.Path(module._lib._name).parent
+    needed: set[str] = set()
+    for pattern in ("libggml.so", "libggml-base.so", "libggml-cpu*.so", "libllama.so"):
+        for path in folder.glob(pattern):
+            with contextlib.suppress(OSError):
+                needed.update(name.decode() for name in _OPENMP_NEEDED.findall(path.read_bytes()))
+    return needed
+
+
+# -- compute plug-ins -----------------------------------------------------------------------------------------------
+
+
+def _load_plugins(module: Any) -> None:
+    """Loads backend plug-ins from libllama's folder if the build has none built in."""
+    try:
+        count = module._lib.ggml_backend_reg_count
+        load_all = module._lib.ggml_backend_load_all_from_path
+    except AttributeError:
+        return  # a platform where a handle does not see the symbols of the libraries it depends on
+    count.restype, count.argtypes = ctypes.c_size_t, []
+    load_all.restype, load_all.argtypes = None, [ctypes.c_char_p]
+    if count() == 0:
+        load_all(os.fsencode(pathlib.Path(module._lib._name).parent))
+
+
+# -- log ------------------------------------------------------------------------------------------------------------
+
+
+class _ThreadLog(threading.local):
+    """The unfinished line and the last errors of one thread: libllama logs on the thread that called it."""
+
+    def __init__(self) -> None:
+        self.level = 0
+        self.text = ""
+        self.errors: collections.deque[str] = collections.deque(maxlen=8)
+
+
+_thread_log = _ThreadLog()
+
+
+@contextlib.contextmanager
+def captured_errors() -> Iterator[collections.deque[str]]:
+    """Warnings and errors that libllama logs on this thread inside the block, the last 8, oldest first."""
+    _thread_log.errors = collections.deque(maxlen=8)
+    yield _thread_log.errors
+
+
+def _route_log(module: Any) -> Any:
+    """Installs our log callback and returns it; None if the application has installed one of its own before."""
+    logger = logging.getLogger("kitelib.llama_cpp")
+    logger.addHandler(logging.NullHandler())
+
+    def on_log(level: int, text: bytes | None, _user_data: object) -> None:
+        state = _thread_log
+        if level != _LEVEL_CONTINUE:
+            if state.text:
+                _emit(logger, state)
+            state.level = level
+        state.text += (text or b"").decode("utf-8", "replace")
+        if state.text.endswith("\n"):
+            _emit(logger, state)
+
+    if _application_logs(module):
+        return None
+    callback = module.llama_log_callback(on_log)
+    module.llama_log_set(callback, ctypes.c_void_p(0))
+    return callback
+
+
+def _application_logs(module: Any) -> bool:
+    """Whether the callback in place is neither the library's default nor the one the bindings install."""
+    bindings_logger = sys.modules.get("llama_cpp._logger")
+    if bindings_logger is None or not hasattr(module, "llama_log_get"):
+        return False
+    current, user_data = module.llama_log_callback(), ctypes.c_void_p()
+    module.llama_log_get(ctypes.byref(current), ctypes.byref(user_data))
+    ours = bindings_logger.llama_log_callback
+    return ctypes.cast(current, ctypes.c_void_p).value != ctypes.cast(ours, ctypes.c_void_p).value
+
+
+def _emit(logger: logging.Logger, state: _ThreadLog) -> None:
+    line, state.text = state.text.rstrip(), ""
+    if not line.strip(" ."):
+        return  # progress dots
+    serious = _LEVEL_WARN <= state.level < _LEVEL_CONTINUE
+    if serious:
+        state.errors.append(line)
+    logger.log(logging.WARNING if serious else logging.DEBUG, "%s", line)
+
+
+# -- threads --------------------------------------------------------------------------------------------------------
+
+
+def default_threads() -> int:
+    """Compute threads for a library that shares its machine: usable cores less one, from 1 to 8.
+
+    A usable core is a physical one that this process may run on (affinity, cgroup CPU quota). Second hardware
+    threads don't count: matrix kernels saturate the units that two of them share. One core stays with the host
+    application and its event loop, because every step waits for its slowest thread: a thread that has to share its
+    core slows all others down. Past 8 threads, decoding is bound by memory bandwidth on most machines.
+    """
+    usable = _physical_cores(_affinity())
+    quota = _cgroup_cpus()
+    if quota is not None:
+        usable = min(usable, int(quota))
+    return max(1, min(MAX_DEFAULT_THREADS, usable - 1))
+
+
+def _affinity() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
+def _physical_cores(cpus: set[int], root: str = "/sys/devices/system/cpu") -> int:
+    """Distinct cores behind logical CPUs; CPUs whose siblings are unknown count as a core each."""
+    cores = set()
+    for cpu in cpus:
+        try:
+            cores.add(pathlib.Path(root, f"cpu{cpu}/topology/thread_siblings_list").read_text().strip())
+        except OSError:
+            cores.add(str(cpu))
+    return len(cores)
+
+
+def _cgroup_cpus(proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:
+    """CPUs allowed by the tightest cgroup quota on the way up to the root (v2 and v1); None if unlimited."""
+    try:
+        entries = [line.split(":", 2) for line in pathlib.Path(proc).read_text().splitlines()]
+    except OSError:
+        return None
+    limits = []
+    for _, controllers, group in (entry for entry in entries if len(entry) == 3):
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        base = pathlib.Path(root, controllers) if controllers else pathlib.Path(root)
+        folder = base / group.strip("/")
+        for level in (folder, *folder.parents):
+            limits.append(_quota(level))
+            if level == base:
+                break
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _quota(folder: pathlib.Path) -> float | None:
+    """Quota over period of one cgroup folder, in CPUs."""
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+            period = (folder / "cpu.cfs_period_us").read_text().strip()
+        return float(quota) / float(period) if quota not in ("max", "-1") else None
+    except (OSError, ValueError, ZeroDivisionError):
+        return None

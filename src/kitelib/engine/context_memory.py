@@ -1,0 +1,208 @@
+"""Memory of the model's context: what is shared, what stays idle, what goes when room is needed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from kitelib.abc import Backend
+from kitelib.engine.request import Run
+from kitelib.engine.residency import Residency
+from kitelib.engine.saving import Saver
+from kitelib.errors import BackendError
+from kitelib.yoco.planner import PooledPrefix
+
+__all__ = ["ContextMemory"]
+
+_SAVE_BLOCKS = 32
+
+
+class ContextMemory:
+    """Owns the sequences of all runs. Model's thread only.
+
+    A run that has ended stays idle in the context, least recently used first out, as long as it costs less there
+    than it would cost to bring it back from the pool (`ModelInfo.resident_idle_tokens`).
+
+    Attributes:
+        evictions: idle runs that had to go.
+    """
+
+    def __init__(self, backend: Backend, saver: Saver, epoch: Callable[[], int]) -> None:
+        self.backend = backend
+        self.saver = saver
+        self.epoch = epoch
+        self.evictions = 0
+        self.residency = Residency(backend.info.block_tokens)
+        self._idle: OrderedDict[Run, None] = OrderedDict()
+        self._num_active_tokens = 0
+
+    @property
+    def num_idle(self) -> int:
+        """Idle runs."""
+        return len(self._idle)
+
+    def idle_tokens(self) -> int:
+        """Tokens of idle runs, shared ones counted once per run."""
+        return sum(run.computed for run in list(self._idle))
+
+    def best_match(self, run: Run) -> tuple[Run | None, int]:
+        """The run to share a prefix with, and how many tokens; at least one token is left to compute."""
+        if not run.shared or not self.backend.info.reuse_blocks:
+            return None, 0
+        for other, length in self.residency.candidates(run.chain, run.tokens, len(run.tokens) - 1):
+            if other.sequence is not None and self.backend.shareable(other.sequence, length):
+                return other, length
+        return None, 0
+
+    def start(
+        self, run: Run, source: Run | None, shared: int, prefix: PooledPrefix, keep_free: int, *, idle: bool
+    ) -> tuple[int, int] | None:
+        """Gives a run its sequence, with everything that can be reused in it.
+
+        Returns:
+            Tokens shared in the context and tokens restored from the pool; None if the memory does not suffice.
+
+        Raises:
+            BackendError: it can never suffice.
+        """
+        size = self.backend.info.block_tokens
+        restorable = self._restorable(run, shared, prefix)
+        base = shared // size * size if restorable > shared else shared
+        new_tokens = len(run.tokens) - base
+        if source is not None and source in self._idle:
+            self._idle.move_to_end(source)
+        self._trim_idle(source, new_tokens)
+        while self.backend.room() < new_tokens + keep_free or not self.backend.free_sequences():
+            if not self.evict_one(spare=source):
+                if source is not None and idle and self.evict_one():
+                    source, shared, base = None, 0, 0
+                    restorable = self._restorable(run, 0, prefix)
+                    new_tokens = len(run.tokens)
+                    continue
+                if idle:
+                    raise BackendError(f"a prompt of {len(run.tokens)} tokens does not fit the empty context")
+                return None
+        restored = self._begin(run, source, base, prefix, restorable)
+        self.residency.update(run)
+        self._learn_branch_point(run, source, base)
+        return base, restored
+
+    def _restorable(self, run: Run, shared: int, prefix: PooledPrefix) -> int:
+        """How many tokens the run would hold with the pool's units on top; at least one is left to compute."""
+        size = self.backend.info.block_tokens
+        if prefix.first * size > shared:
+            return 0
+        limit = len(run.tokens) - 1
+        blocks = min(len(prefix.payloads), max(0, limit // size - prefix.first))
+        tokens = (prefix.first + blocks) * size
+        whole = blocks == len(prefix.payloads)
+        if whole and prefix.tail is not None and tokens + prefix.tail.num_tokens <= limit:
+            tokens += prefix.tail.num_tokens
+        return tokens if blocks or tokens % size else 0
+
+    def _begin(self, run: Run, source: Run | None, base: int, prefix: PooledPrefix, restorable: int) -> int:
+        size = self.backend.info.block_tokens
+        if source is not None and base:
+            assert source.sequence is not None
+            run.sequence = self.backend.fork(source.sequence, base)
+            run.saved = min(source.saved, base // size * size)
+        else:
+            run.sequence = self.backend.create(run.adapter)
+            run.saved = 0
+        run.computed = base
+        if restorable <= base:
+            return 0
+        payloads = list(prefix.payloads[base // size - prefix.first : restorable // size - prefix.first])
+        if restorable % size and prefix.tail is not None:
+            payloads.append(prefix.tail)
+        try:
+            self.backend.restore_blocks(run.sequence, base // size, payloads)
+        except BackendError:
+            return 0  # a miss: the tokens are computed instead
+        run.computed = restorable
+        run.saved = restorable // size * size if run.saved == base else run.saved
+        return restorable - base
+
+    def _learn_branch_point(self, run: Run, source: Run | None, base: int) -> None:
+        """Prompts part inside a block here: keeping the part before it lets the next one start right there."""
+        size = self.backend.info.block_tokens
+        if source is not None and base % size and run.computed == base:
+            run.tail_ends.append(base)
+            self.saver.note(run, tail=False)
+
+    def _trim_idle(self, source: Run | None, new_tokens: int) -> None:
+        limit = max(0, self.backend.info.resident_idle_tokens - new_tokens)
+        spared = source.computed if source is not None and source in self._idle else 0
+        for run in list(self._idle):
+            if self.idle_tokens() - spared <= limit:
+                return
+            if run is not source:
+                self._evict(run)
+
+    def computed(self, run: Run) -> None:
+        """The run has computed more."""
+        self.residency.update(run)
+
+    def retire(self, run: Run) -> None:
+        """The run has ended: it becomes idle if it may be reused, else it goes."""
+        if run.sequence is None:
+            return
+        if not run.shared or not run.computed or not self.backend.info.reuse_blocks:
+            self.drop(run)
+            return
+        self.saver.note(run, tail=True)
+        self._idle[run] = None
+        while self._idle and self.idle_tokens() > 2 * self.backend.info.resident_idle_tokens:
+            self._evict(next(iter(self._idle)))
+
+    def preempt(self, run: Run) -> None:
+        """Upcycles all of an active run and takes its sequence away."""
+        self.saver.note(run, tail=True)
+        if run.shared and run.sequence is not None and self.backend.info.reuse_blocks:
+            self.saver.save(run)
+        self.drop(run)
+
+    def drop(self, run: Run) -> None:
+        """Takes a run's sequence away."""
+        self._idle.pop(run, None)
+        self.saver.forget(run)
+        if run.sequence is not None:
+            self.residency.forget(run)
+            self.backend.release(run.sequence)
+            run.sequence = None
+            run.computed = run.saved = 0
+
+    def evict_one(self, spare: Run | None = None) -> bool:
+        """Makes the least recently used idle run go; False if there is none but `spare`."""
+        for run in self._idle:
+            if run is not spare:
+                self._evict(run)
+                return True
+        return False
+
+    def _evict(self, run: Run) -> None:
+        self.evictions += 1
+        if self.saver.is_pending(run):
+            self.saver.save(run)
+        self.drop(run)
+
+    def evict_all(self) -> int:
+        """Makes all idle runs go without saving; returns how many."""
+        count = len(self._idle)
+        for run in list(self._idle):
+            self.drop(run)
+        return count
+
+    def save_all(self) -> int:
+        """Saves everything that is still to be saved; returns how many idle runs there are."""
+        while self.saver.pending:
+            self.saver.save_some(_SAVE_BLOCKS)
+        return len(self._idle)
+
+    def invalidate(self, active: Iterable[Run]) -> int:
+        """Makes all idle runs go, and keeps active ones out of every reuse from now on; returns how many went."""
+        for run in active:
+            self.saver.forget(run)
+            self.residency.forget(run)
+            run.shared = False
+        return self.evict_all()

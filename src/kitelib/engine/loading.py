@@ -1,0 +1,81 @@
+"""Choosing and loading a backend."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kitelib.config import AdapterConfig, Numerics
+from kitelib.errors import ConfigError, UnsupportedOptionError
+
+__all__ = ["Loader"]
+
+_BACKENDS = ("auto", "llama_cpp", "torch", "vllm")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loader:
+    """Everything `KiteEngine.open` was told about the model; `load` runs off the event loop."""
+
+    model: str
+    backend: str
+    dtype: str
+    device: str
+    n_ctx: int | None
+    kv_tokens: int | None
+    threads: int | None
+    max_sequences: int
+    block_tokens: int | None
+    adapters: dict[str, str | AdapterConfig]
+    numerics: Numerics
+    cache_dir: Path | None
+    progress: Callable[[str, float], None] | None
+
+    def load(self) -> Any:
+        """The loaded backend. Raises as `KiteEngine.open`."""
+        name = self._backend_name()
+        if name != "llama_cpp":
+            raise UnsupportedOptionError(
+                f"{self.model!r} needs the backend {name!r}, which this release does not have; give a .gguf file"
+            )
+        for option, value, allowed in (
+            ("dtype", self.dtype, ("auto", "float16")),
+            ("device", self.device, ("auto", "cpu")),
+        ):
+            if value not in allowed:
+                raise UnsupportedOptionError(
+                    f"{option} is {value!r}; the llama_cpp backend takes {' or '.join(map(repr, allowed))}"
+                )
+        from kitelib.backends.llama_cpp.backend import LlamaCppBackend, LlamaCppOptions
+
+        options = LlamaCppOptions(
+            n_ctx=self.n_ctx,
+            kv_tokens=self.kv_tokens,
+            threads=self.threads,
+            max_sequences=self.max_sequences,
+            block_tokens=self.block_tokens,
+            numerics=self.numerics,
+            adapters={name: _adapter(name, each) for name, each in self.adapters.items()},
+            cache_dir=self.cache_dir,
+        )
+        return LlamaCppBackend.load(self.model, options, self.progress)
+
+    def _backend_name(self) -> str:
+        if self.backend not in _BACKENDS:
+            near = difflib.get_close_matches(self.backend, _BACKENDS, 1, 0.0)[0]
+            raise ConfigError(f"backend is {self.backend!r}; did you mean {near!r}? There are: {', '.join(_BACKENDS)}")
+        if self.backend == "auto":
+            return "torch" if os.path.isdir(self.model) else "llama_cpp"
+        return self.backend
+
+
+def _adapter(name: str, value: Any) -> AdapterConfig:
+    if isinstance(value, AdapterConfig):
+        return value
+    if isinstance(value, (str, os.PathLike)):
+        return AdapterConfig(os.fspath(value))
+    raise ConfigError(f"adapters[{name!r}] is {value!r}; give the path of a GGUF file, or an AdapterConfig")

@@ -1,0 +1,131 @@
+"""Records of the scheduler: a request, its branches (one per choice), and runs (tokens with KV in the context)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kitelib.abc import SequenceId
+from kitelib.config import ReusePolicy, SamplingParams
+from kitelib.engine.constraints import Constraint
+from kitelib.engine.results import Divergence, FinishReason
+from kitelib.engine.sampling import Sampler
+from kitelib.engine.text import TextStream
+from kitelib.fingerprint import BlockChain
+from kitelib.yoco.planner import EMPTY_PREFIX, PooledPrefix
+
+__all__ = ["Branch", "Request", "Run"]
+
+_REQUEST_IDS = itertools.count(1)
+Deliver = Callable[[Any], None]
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Run:
+    """Tokens of one sequence and how many of them the context holds. The only owner of that number.
+
+    Token spans::
+
+        |<------------------- tokens ------------------->|
+        |<------------- computed ------------->|
+        |<--- saved --->|                                  in the pool, or on the way there
+        |<-- chain.fingerprints x block -->|<-- chain.tail -->|
+
+    Attributes:
+        chain: fingerprints of `tokens`.
+        sequence: the backend's sequence; None while nothing is held.
+        shared: False keeps the run out of every reuse: nobody forks it and it is never saved.
+        indexed: full blocks known to the residency index.
+        tail_ends: token counts at which a partial block is to be saved as well.
+        epoch: the pool's epoch when the run started; older runs are not saved.
+    """
+
+    tokens: list[int]
+    chain: BlockChain
+    shared: bool
+    epoch: int
+    adapter: str | None = None
+    sequence: SequenceId | None = None
+    computed: int = 0
+    saved: int = 0
+    indexed: int = 0
+    tail_ends: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens still to be computed."""
+        return len(self.tokens) - self.computed
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Request:
+    """One call of `generate` or `stream`.
+
+    Attributes:
+        deadline: on `time.monotonic`, or None.
+        deliver: takes a `Chunk`, a `Generation` or an exception on the event loop.
+        streaming: whether chunks are wanted before the end.
+        context_tokens, pool_tokens: prompt tokens reused from either, at first admission.
+        first_computed: when the first own work was admitted; None before.
+    """
+
+    prompt: list[int]
+    chain: BlockChain
+    params: SamplingParams
+    policy: ReusePolicy
+    seed: int
+    max_new_tokens: int
+    adapter: str | None
+    priority: int
+    deadline: float | None
+    constraint: Constraint | None
+    deliver: Deliver
+    streaming: bool
+    prefix: PooledPrefix = EMPTY_PREFIX
+    created: float = dataclasses.field(default_factory=time.monotonic)
+    number: int = dataclasses.field(default_factory=lambda: next(_REQUEST_IDS))
+    branches: list[Branch] = dataclasses.field(default_factory=list)
+    context_tokens: int = 0
+    pool_tokens: int = 0
+    zero_prefill: bool = False
+    divergence: Divergence | None = None
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    closed: bool = False
+
+    @property
+    def reuses(self) -> bool:
+        """Whether anything may be reused for it, or from it."""
+        return self.policy.mode != "off"
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Branch:
+    """One choice of a request: the unit that is scheduled.
+
+    Attributes:
+        prefix: what the pool gave for its tokens.
+        fetching: the pool is being asked; not admitted until the answer.
+        ask_pool: ask the pool again before the next admission (after a preemption).
+    """
+
+    request: Request
+    index: int
+    run: Run
+    sampler: Sampler
+    text: TextStream
+    constraint: Constraint | None
+    prefix: PooledPrefix = EMPTY_PREFIX
+    fetching: bool = False
+    ask_pool: bool = False
+    new_tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sort key: higher priority first, then older requests, then lower choices."""
+        return (-self.request.priority, self.request.number, self.index)

@@ -1,0 +1,438 @@
+"""The scheduler: decides, step by step, what the model computes. Runs on the model's thread and owns the backend.
+
+Every branch is the same thing at all times: tokens, and how many of them are computed (`Run`). A step gives each
+chosen branch its next tokens: one if it is decoding, a piece if it is in its prompt or comes back from a preemption.
+When all tokens of a branch are computed, the step's logits give it one more. See docs/design.md.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import logging
+import queue
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from kitelib.abc import StepWork
+from kitelib.engine.context_memory import ContextMemory
+from kitelib.engine.output import Outputs
+from kitelib.engine.request import Branch, Request, Run
+from kitelib.errors import (
+    BackendError,
+    BackendStepError,
+    DeadlineExceededError,
+    EngineClosedError,
+    KiteError,
+)
+from kitelib.fingerprint import Fingerprint
+from kitelib.runtime.streams import LoopPort
+from kitelib.yoco.planner import EMPTY_PREFIX, PooledPrefix
+
+__all__ = ["Scheduler", "SchedulerCounters"]
+
+_LOG = logging.getLogger("kitelib.scheduler")
+_ADMISSION_WINDOW = 64  # waiting branches looked at per step
+_SAVED_BLOCKS_PER_STEP = 8
+_SAVED_BLOCKS_IDLE = 32
+# Fetches the pool's part of a branch's tokens from a block on; called on the event loop, answers with `fetched`.
+AskPool = Callable[[Branch, int], None]
+
+
+@dataclasses.dataclass(slots=True)
+class SchedulerCounters:
+    """Written by the model's thread, read anywhere."""
+
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    zero_prefills: int = 0
+    step_failures: int = 0
+
+
+class Scheduler:
+    """One per loaded model. `submit`, `cancel`, `fetched`, `call` and `stop` may be called from any thread."""
+
+    def __init__(self, memory: ContextMemory, outputs: Outputs, port: LoopPort, ask_pool: AskPool) -> None:
+        self._memory = memory
+        self._backend = memory.backend
+        self._outputs = outputs
+        self._port = port
+        self._ask_pool = ask_pool
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: list[Branch] = []
+        self._active: list[Branch] = []
+        # Full blocks that an active branch is about to compute: who needs one of them waits instead of repeating it.
+        self._computing: dict[Fingerprint, Branch] = {}
+        self._last_adapter: str | None = None
+        self._stopping: KiteError | None = None
+        self.counters = SchedulerCounters()
+
+    # Called from other threads
+
+    def submit(self, request: Request) -> None:
+        """Takes a request."""
+        self._inbox.put(lambda: self._on_submit(request))
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request without an answer; what it computed stays reusable."""
+        self._inbox.put(lambda: self._close_request(request))
+
+    def fetched(self, branch: Branch, prefix: PooledPrefix) -> None:
+        """The pool's answer for a branch."""
+        self._inbox.put(lambda: self._on_fetched(branch, prefix))
+
+    def call(self, job: Callable[[], None]) -> None:
+        """Runs `job` on the model's thread between two steps."""
+        self._inbox.put(job)
+
+    def stop(self, reason: KiteError) -> None:
+        """Ends the thread; all requests fail with `reason`."""
+
+        def halt() -> None:
+            self._stopping = reason
+
+        self._inbox.put(halt)
+
+    @property
+    def num_waiting(self) -> int:
+        """Branches waiting for admission."""
+        return len(self._waiting)
+
+    @property
+    def num_active(self) -> int:
+        """Branches being computed."""
+        return len(self._active)
+
+    def active_runs(self) -> list[Run]:
+        """Runs of the active branches. Model's thread only."""
+        return [branch.run for branch in self._active]
+
+    # The thread
+
+    def run(self) -> None:
+        """The thread's main function."""
+        reason: KiteError | None = None
+        try:
+            while self._stopping is None:
+                self._drain_inbox()
+                self._expire()
+                self._admit()
+                self._step()
+                self._memory.saver.save_some(_SAVED_BLOCKS_PER_STEP if self._active else _SAVED_BLOCKS_IDLE)
+                self._port.flush()
+            reason = self._stopping
+        except Exception as error:  # noqa: BLE001 - a bug or a dying library: every caller has to hear of it
+            _LOG.exception("the model's thread failed")
+            reason = BackendError(f"the model's thread failed: {error!r}; open a new engine")
+            self._stopping = reason
+        finally:
+            self._end(EngineClosedError() if reason is None else reason)
+
+    def _end(self, reason: KiteError) -> None:
+        while True:
+            try:
+                self._inbox.get_nowait()()
+            except queue.Empty:
+                break
+        for branch in [*self._waiting, *self._active]:
+            self._fail(branch.request, reason)
+        self._memory.evict_all()
+        self._port.flush()
+
+    def _drain_inbox(self) -> None:
+        job = self._next_job(block=not self._busy())
+        while job is not None:
+            job()
+            job = self._next_job(block=False)
+
+    def _next_job(self, *, block: bool) -> Callable[[], None] | None:
+        try:
+            return self._inbox.get(block=block, timeout=self._until_deadline() if block else None)
+        except queue.Empty:
+            return None
+
+    def _busy(self) -> bool:
+        return bool(self._active or self._memory.saver.pending or any(not each.fetching for each in self._waiting))
+
+    def _until_deadline(self) -> float | None:
+        deadlines = [each.request.deadline for each in self._waiting if each.request.deadline is not None]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for branch in [*self._waiting, *self._active]:
+            deadline = branch.request.deadline
+            if deadline is not None and now > deadline and not branch.request.closed:
+                waited = now - branch.request.created
+                self._fail(branch.request, DeadlineExceededError(f"the request's deadline passed after {waited:.2f} s"))
+
+    # Requests
+
+    def _on_submit(self, request: Request) -> None:
+        if request.closed:
+            return
+        if self._stopping is not None:
+            self._fail(request, self._stopping)
+            return
+        self._note_divergence(request)
+        branch = self._new_branch(request, 0)
+        branch.prefix = request.prefix
+        logits = request.prefix.logits
+        if logits is not None and request.policy.zero_prefill:
+            request.zero_prefill = True
+            self.counters.zero_prefills += 1
+            self._first_tokens(branch, logits)
+        else:
+            self._enqueue(branch)
+
+    def _new_branch(self, request: Request, index: int) -> Branch:
+        run = Run(
+            list(request.prompt), request.chain.copy(), request.reuses, self._memory.epoch(), adapter=request.adapter
+        )
+        branch = self._outputs.new_branch(request, index, run)
+        request.branches.append(branch)
+        return branch
+
+    def _note_divergence(self, request: Request) -> None:
+        if request.reuses:
+            request.divergence = self._outputs.divergence(request)
+
+    def _first_tokens(self, first: Branch, logits: npt.NDArray[np.float32]) -> None:
+        """The prompt's logits are known: gives every choice its first token."""
+        request = first.request
+        branches = [first, *(self._new_branch(request, index) for index in range(1, request.params.n))]
+        for branch in branches:
+            self._take_token(branch, logits)
+            if branch.finish_reason is None and branch.run.sequence is None and not request.closed:
+                branch.prefix = request.prefix
+                self._enqueue(branch)
+
+    def _enqueue(self, branch: Branch) -> None:
+        bisect.insort(self._waiting, branch, key=lambda each: each.order)
+
+    def _on_fetched(self, branch: Branch, prefix: PooledPrefix) -> None:
+        branch.fetching = False
+        branch.prefix = prefix
+
+    def _take_token(self, branch: Branch, logits: npt.NDArray[np.float32]) -> None:
+        try:
+            self._outputs.take_token(branch, logits)
+        except KiteError as error:
+            self._fail(branch.request, error)
+            return
+        self.counters.generated_tokens += 1
+        if branch.finish_reason is not None:
+            self._finish(branch)
+
+    def _finish(self, branch: Branch) -> None:
+        self._retire(branch)
+        request = branch.request
+        done = len(request.branches) == request.params.n and all(each.finish_reason for each in request.branches)
+        if done and not request.closed:
+            request.closed = True
+            self.counters.prompt_tokens += len(request.prompt)
+            self.counters.cached_tokens += request.context_tokens + request.pool_tokens
+            self._outputs.complete(request)
+
+    def _retire(self, branch: Branch) -> None:
+        """Takes a branch out of the schedule; what it computed becomes idle."""
+        if branch in self._active:
+            self._active.remove(branch)
+            self._stop_computing(branch)
+        if branch in self._waiting:
+            self._waiting.remove(branch)
+        self._memory.retire(branch.run)
+
+    def _close_request(self, request: Request) -> None:
+        request.closed = True
+        for branch in request.branches:
+            self._retire(branch)
+
+    def _fail(self, request: Request, error: KiteError) -> None:
+        if not request.closed:
+            self._close_request(request)
+            self._port.add(lambda: request.deliver(error))
+
+    # Admission
+
+    def _admit(self) -> None:
+        if self._stopping is not None:
+            return
+        for branch in self._waiting[:_ADMISSION_WINDOW]:
+            if branch.fetching or branch.request.closed:
+                continue
+            if len(self._active) >= self._backend.info.max_sequences or not self._try_admit(branch):
+                break
+
+    def _try_admit(self, branch: Branch) -> bool:
+        """False if the memory does not suffice, so that nobody overtakes; True otherwise, also if it has to wait."""
+        run = branch.run
+        if branch.ask_pool:
+            branch.ask_pool = False
+            self._fetch(branch, 0)
+            return True
+        source, shared = self._memory.best_match(run)
+        block = shared // self._backend.info.block_tokens
+        if self._blocked(branch, block):
+            return True
+        prefix = branch.prefix
+        if prefix.first > block and (prefix.payloads or prefix.tail):
+            # The context gave up blocks since the pool was asked: ask again for the missing part.
+            branch.prefix = EMPTY_PREFIX
+            self._fetch(branch, block)
+            return True
+        # What already runs has to be able to go on: one token each is kept free.
+        keep_free = len(self._active)
+        try:
+            started = self._memory.start(run, source, shared, prefix, keep_free, idle=not self._active)
+        except BackendError as error:
+            self._fail(branch.request, error)
+            return True
+        if started is None:
+            return False
+        self._waiting.remove(branch)
+        self._active.append(branch)
+        branch.prefix = EMPTY_PREFIX
+        self._note_admission(branch, *started)
+        if run.shared:
+            size = self._backend.info.block_tokens
+            for fingerprint in run.chain.fingerprints[run.computed // size :]:
+                self._computing.setdefault(fingerprint, branch)
+        return True
+
+    def _blocked(self, branch: Branch, block: int) -> bool:
+        """Whether another active branch is about to compute the next block this one needs."""
+        fingerprints = branch.run.chain.fingerprints
+        if not branch.run.shared or block >= len(fingerprints):
+            return False
+        other = self._computing.get(fingerprints[block])
+        return other is not None and other is not branch
+
+    def _fetch(self, branch: Branch, block: int) -> None:
+        branch.fetching = True
+        self._port.add(lambda: self._ask_pool(branch, block))
+
+    def _note_admission(self, branch: Branch, context_tokens: int, pool_tokens: int) -> None:
+        request = branch.request
+        if request.admitted_at is None:
+            request.admitted_at = time.monotonic()
+            prompt = len(request.prompt)
+            request.context_tokens = min(context_tokens, prompt)
+            request.pool_tokens = min(context_tokens + pool_tokens, prompt) - request.context_tokens
+
+    def _stop_computing(self, branch: Branch) -> None:
+        for fingerprint in branch.run.chain.fingerprints:
+            if self._computing.get(fingerprint) is branch:
+                del self._computing[fingerprint]
+
+    # Steps
+
+    def _step(self) -> None:
+        work = self._plan_step()
+        if not work:
+            return
+        items = [
+            StepWork(
+                branch.run.sequence,  # type: ignore[arg-type]
+                branch.run.tokens[branch.run.computed : branch.run.computed + count],
+                branch.run.computed,
+                count == branch.run.remaining,
+            )
+            for branch, count in work
+        ]
+        self.counters.steps += 1
+        try:
+            result = self._backend.step(items)
+        except BackendStepError as error:
+            self.counters.step_failures += 1
+            for branch, _ in work:
+                self._memory.drop(branch.run)
+                self._fail(branch.request, error)
+            return
+        for (branch, count), logits in zip(work, result.logits, strict=True):
+            branch.run.computed += count
+            self._memory.computed(branch.run)
+            self._forget_computed(branch, count)
+            if logits is not None:
+                self._on_logits(branch, logits)
+
+    def _on_logits(self, branch: Branch, logits: npt.NDArray[np.float32]) -> None:
+        request = branch.request
+        if request.closed:
+            return
+        if not branch.new_tokens:
+            self._memory.saver.save_logits(request, branch.run, logits)
+            self._memory.saver.note(branch.run, tail=True)
+            if branch.index == 0 and len(request.branches) == 1 < request.params.n:
+                self._first_tokens(branch, logits)
+                return
+        self._take_token(branch, logits)
+
+    def _forget_computed(self, branch: Branch, count: int) -> None:
+        size = self._backend.info.block_tokens
+        run = branch.run
+        for fingerprint in run.chain.fingerprints[(run.computed - count) // size : run.computed // size]:
+            if self._computing.get(fingerprint) is branch:
+                del self._computing[fingerprint]
+
+    def _plan_step(self) -> list[tuple[Branch, int]]:
+        adapter = self._choose_adapter()
+        ready = [branch for branch in self._active if branch.run.adapter == adapter and branch.run.remaining]
+        decodes = [branch for branch in ready if branch.run.remaining == 1]
+        self._make_room(decodes)
+        decodes = [branch for branch in decodes if branch in self._active]
+        work = [(branch, 1) for branch in decodes]
+        budget = min(self._backend.info.max_step_tokens, self._backend.room()) - len(work)
+        for branch in ready:
+            if budget <= 0:
+                break
+            if branch.run.remaining > 1 and branch in self._active:
+                count = min(branch.run.remaining, budget)
+                work.append((branch, count))
+                budget -= count
+        if not work and self._active and ready:
+            self._preempt_one(spare=ready[0])
+        return work[: self._backend.info.max_sequences]
+
+    def _choose_adapter(self) -> str | None:
+        """Adapters take turns; a step has one."""
+        adapters: list[str | None] = []
+        for branch in self._active:
+            if branch.run.adapter not in adapters:
+                adapters.append(branch.run.adapter)
+        if not adapters:
+            return None
+        if self._last_adapter in adapters:
+            adapters = adapters[adapters.index(self._last_adapter) + 1 :] + adapters
+        self._last_adapter = adapters[0]
+        return adapters[0]
+
+    def _make_room(self, decodes: Iterable[Branch]) -> None:
+        needed = sum(1 for _ in decodes)
+        while self._backend.room() < needed:
+            if self._memory.evict_one():
+                continue
+            if not self._preempt_one(spare=None):
+                return
+
+    def _preempt_one(self, spare: Branch | None) -> bool:
+        """Upcycles the active branch that can best wait and puts it back into the queue."""
+        if self._memory.evict_one():
+            return True
+        victims = [branch for branch in self._active if branch is not spare]
+        if not victims or len(self._active) < 2:
+            return False
+        victim = max(victims, key=lambda branch: branch.order)
+        self.counters.preemptions += 1
+        self._active.remove(victim)
+        self._stop_computing(victim)
+        self._memory.preempt(victim.run)
+        victim.ask_pool = victim.run.shared
+        self._enqueue(victim)
+        return True

@@ -1,0 +1,110 @@
+"""One loaded model with everything that serves it; replaced as a whole by `KiteEngine.reload`."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from kitelib.config import PoolConfig, ReusePolicy, SamplingParams
+from kitelib.engine.constraints import Constraint, ConstraintFactory
+from kitelib.engine.context_memory import ContextMemory
+from kitelib.engine.output import Outputs
+from kitelib.engine.request import Branch
+from kitelib.engine.saving import Saver
+from kitelib.engine.scheduler import Scheduler
+from kitelib.errors import KiteError
+from kitelib.fingerprint import Fingerprint, root_fingerprint
+from kitelib.runtime.streams import LoopPort
+from kitelib.runtime.supervisor import Supervisor
+from kitelib.runtime.threads import ModelThread
+from kitelib.stores.pool import RUPool
+from kitelib.upcycle.recycler import Recycler
+from kitelib.yoco.planner import EMPTY_PREFIX, Planner
+
+__all__ = ["Serving"]
+
+
+@dataclasses.dataclass(slots=True)
+class Serving:
+    """A backend, its scheduler on its own thread, and the planner and constraints for its vocabulary."""
+
+    backend: Any
+    planner: Planner
+    memory: ContextMemory
+    scheduler: Scheduler
+    thread: ModelThread
+    namespace_secret: bytes | None
+    _constraints: ConstraintFactory | None = None
+    _constraints_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    _roots: dict[tuple[str | None, str | None], Fingerprint] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def start(
+        cls, backend: Any, pool: RUPool, recycler: Recycler, supervisor: Supervisor, config: PoolConfig
+    ) -> Serving:
+        """Starts the model's thread. Call it on the event loop."""
+        port = LoopPort(asyncio.get_running_loop())
+        planner = Planner(pool, backend.info, str(backend.info.execution_path.get("layout", "none")))
+        saver = Saver(backend, pool, recycler, planner, port.add)
+        memory = ContextMemory(backend, saver, lambda: pool.epoch)
+        outputs = Outputs(backend, backend.token_text, port.add)
+
+        def ask_pool(branch: Branch, block: int) -> None:
+            async def look() -> None:
+                prefix = EMPTY_PREFIX
+                try:
+                    prefix = await planner.find(branch.run.chain, branch.run.tokens, block, logits=False)
+                finally:
+                    scheduler.fetched(branch, prefix)
+
+            supervisor.spawn("fetch", look)
+
+        scheduler = Scheduler(memory, outputs, port, ask_pool)
+        thread = ModelThread("kite-model", scheduler.run)
+        thread.start()
+        return cls(backend, planner, memory, scheduler, thread, config.namespace_secret)
+
+    def root(self, policy: ReusePolicy, adapter: str | None) -> Fingerprint:
+        """Where the fingerprints of a tenant's requests start."""
+        key = (policy.namespace, adapter)
+        if key not in self._roots:
+            self._roots[key] = root_fingerprint(
+                self.backend.info.model_state,
+                self.backend.info.execution_path,
+                policy.namespace,
+                namespace_secret=self.namespace_secret,
+                adapter=None if adapter is None else self.backend.adapter_states[adapter],
+            )
+        return self._roots[key]
+
+    def constraint(self, params: SamplingParams) -> Constraint | None:
+        """The compiled constraint of a request. Blocks; the first one reads the whole vocabulary."""
+        with self._constraints_lock:
+            if self._constraints is None:
+                self._constraints = ConstraintFactory(
+                    self.backend.vocab_bytes(),
+                    self.backend.info.end_token_ids,
+                    tokenize=lambda text: self.backend.tokenize(text, add_special=False),
+                )
+        return self._constraints.compile(params)
+
+    async def on_model_thread(self, job: Callable[[], int]) -> int:
+        """The result of a job run between two steps."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[int] = loop.create_future()
+
+        def run() -> None:
+            result = job()
+            loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(result))
+
+        self.scheduler.call(run)
+        return await future
+
+    async def stop(self, reason: KiteError) -> None:
+        """Ends the thread and frees the model. Requests still open fail with `reason`."""
+        self.scheduler.stop(reason)
+        await self.thread.join()
+        self.backend.close()

@@ -1,0 +1,1 @@
+"""Tiers of the pool: each maps the key of a recyclable unit to its bytes."""

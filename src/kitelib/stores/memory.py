@@ -1,0 +1,170 @@
+"""The in-process tier: values in memory, least recently used out first, bounded in real bytes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from kitelib.abc import Clock, StoreStats
+from kitelib.errors import ConfigError
+
+__all__ = ["ENTRY_BYTES", "MemoryStore", "entry_bytes"]
+
+ENTRY_BYTES: Final = 208
+"""Bytes that one entry takes besides its key and value objects.
+
+Measured with tracemalloc on CPython 3.11, 50,000 entries: 187 for the dictionary slot (the table is up to two thirds
+empty), the order node, the entry tuple and its numbers; rounded up for the allocator.
+"""
+
+
+def entry_bytes(key: str, value: bytes) -> int:
+    """Real bytes that one entry takes, with the headers of its objects."""
+    return sys.getsizeof(key) + sys.getsizeof(value) + ENTRY_BYTES
+
+
+class _Entry(NamedTuple):
+    value: bytes
+    num_bytes: int
+    stored_at: float
+
+
+class MemoryStore:
+    """A `Store` in this process's memory.
+
+    The bound is never exceeded, not even for a moment: room is made before a value goes in. A value that doesn't fit
+    an empty store is dropped and counted, and what its key held before is gone. The index and the memory are one
+    structure, so a key is found exactly as long as its value is there.
+
+    `get`, `contains`, `put`, `delete`, `clear` and `counters` are for threads; the asynchronous methods do the same.
+    Each operation holds the lock for a few dictionary operations, so both kinds may be called from anywhere.
+
+    Args:
+        max_bytes: bound, bytes; 0 keeps nothing.
+        ttl_s: seconds after which a value counts as gone; None means never.
+        clock: time source for `ttl_s`.
+    """
+
+    def __init__(self, max_bytes: int, *, ttl_s: float | None = None, clock: Clock | None = None) -> None:
+        if max_bytes < 0:
+            raise ConfigError(f"max_bytes is {max_bytes}; give 0 or a number of bytes")
+        if ttl_s is not None and not ttl_s > 0:
+            raise ConfigError(f"ttl_s is {ttl_s}; give a positive number of seconds, or None")
+        self.max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._monotonic = time.monotonic if clock is None else clock.monotonic
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._bytes = 0
+        self._closed = False
+        self._hits = self._misses = self._evictions = self._dropped = 0
+
+    def get(self, key: str) -> bytes | None:
+        """The value, which becomes the most recently used, or None."""
+        with self._lock:
+            entry = self._live(key)
+            if entry is None:
+                self._misses += 1
+                return None
+            self._hits += 1
+            self._entries.move_to_end(key)
+            return entry.value
+
+    def contains(self, key: str) -> bool:
+        """Whether the key is there; changes neither the order nor the counters of hits and misses."""
+        with self._lock:
+            return self._live(key) is not None
+
+    def put(self, key: str, value: bytes) -> bool:
+        """Stores or replaces; False if the value was dropped because it is too big or the store is closed."""
+        value = bytes(value)  # no copy for bytes; anything else must not change under the store, or pin more memory
+        num_bytes = entry_bytes(key, value)
+        with self._lock:
+            self._remove(key)
+            if self._closed or num_bytes > self.max_bytes:
+                self._dropped += 1
+                return False
+            while self._bytes + num_bytes > self.max_bytes:
+                _, entry = self._entries.popitem(last=False)
+                self._bytes -= entry.num_bytes
+                self._evictions += 1
+            self._entries[key] = _Entry(value, num_bytes, self._monotonic())
+            self._bytes += num_bytes
+            return True
+
+    def delete(self, key: str) -> bool:
+        """Deletes; whether the key was there."""
+        with self._lock:
+            return self._live(key) is not None and self._remove(key)
+
+    def clear(self) -> int:
+        """Deletes everything; returns how many values that were."""
+        with self._lock:
+            entries, self._entries, self._bytes = self._entries, OrderedDict(), 0
+        return len(entries)  # the memory itself is given back outside the lock
+
+    def keys(self) -> list[str]:
+        """All keys at this moment, the least recently used first."""
+        with self._lock:
+            return list(self._entries)
+
+    def counters(self) -> StoreStats:
+        """Counters and sizes at this moment."""
+        with self._lock:
+            return StoreStats(
+                items=len(self._entries),
+                bytes=self._bytes,
+                hits=self._hits,
+                misses=self._misses,
+                evictions=self._evictions,
+                dropped=self._dropped,
+            )
+
+    async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """`get` for each key, in order."""
+        return [self.get(key) for key in keys]
+
+    async def put_many(self, items: Sequence[tuple[str, bytes]]) -> None:
+        """`put` for each item; what doesn't fit is dropped and counted."""
+        for key, value in items:
+            self.put(key, value)
+
+    async def leading_run(self, keys: Sequence[str]) -> int:
+        """How many of the first keys are there."""
+        for count, key in enumerate(keys):
+            if not self.contains(key):
+                return count
+        return len(keys)
+
+    async def delete_many(self, keys: Sequence[str]) -> int:
+        """`delete` for each key; returns how many were there."""
+        return sum(map(self.delete, keys))
+
+    async def stats(self) -> StoreStats:
+        """`counters`."""
+        return self.counters()
+
+    async def aclose(self) -> None:
+        """Gives the memory back; afterwards every read is a miss and every write is dropped. Idempotent."""
+        with self._lock:
+            self._closed = True
+        self.clear()
+
+    def _live(self, key: str) -> _Entry | None:
+        entry = self._entries.get(key)
+        if entry is not None and self._ttl_s is not None and self._monotonic() - entry.stored_at >= self._ttl_s:
+            self._remove(key)
+            self._evictions += 1
+            return None
+        return entry
+
+    def _remove(self, key: str) -> bool:
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return False
+        self._bytes -= entry.num_bytes
+        return True

@@ -1,0 +1,84 @@
+"""Write-behind: finished blocks and logits become stored units without a request waiting for it."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import threading
+from collections.abc import Sequence
+
+from kitelib.runtime.threads import ThreadDoor
+from kitelib.stores.pool import RUPool
+from kitelib.upcycle.unit import RecyclableUnit
+
+__all__ = ["Recycler"]
+
+_LOG = logging.getLogger("kitelib.recycler")
+
+
+class Recycler:
+    """A bounded queue of units on their way to the pool.
+
+    `reserve` may be called from the model's thread; everything else belongs to the event loop.
+
+    Attributes:
+        registered: units stored so far.
+        dropped: units dropped because too many bytes were in flight, or because storing them failed.
+        pending_bytes: bytes of data on the way.
+    """
+
+    def __init__(self, pool: RUPool, door: ThreadDoor, max_pending_bytes: int) -> None:
+        self._pool = pool
+        self._door = door
+        self._max_pending_bytes = max_pending_bytes
+        self._queue: collections.deque[tuple[int, int, list[RecyclableUnit]]] = collections.deque()
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._lock = threading.Lock()
+        self.registered = 0
+        self.dropped = 0
+        self.pending_bytes = 0
+
+    def reserve(self, num_bytes: int, count: int) -> bool:
+        """Sets `num_bytes` aside for `count` units, to be passed to `submit`.
+
+        False if that many are in flight already: the units are counted as dropped, and not even copied.
+        """
+        with self._lock:
+            if self._pool.enabled and self.pending_bytes + num_bytes <= self._max_pending_bytes:
+                self.pending_bytes += num_bytes
+                return True
+            if self._pool.enabled:
+                self.dropped += count
+        return False
+
+    def submit(self, units: Sequence[RecyclableUnit], reserved_bytes: int, epoch: int) -> None:
+        """Takes units made under a reservation; returns at once. `epoch` is the pool's when they were computed."""
+        self._queue.append((epoch, reserved_bytes, list(units)))
+        self._idle.clear()
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Stores what is submitted, for ever; any failure drops the batch and is counted."""
+        while True:
+            while not self._queue:
+                self._idle.set()
+                self._wake.clear()
+                await self._wake.wait()
+            epoch, reserved_bytes, units = self._queue.popleft()
+            try:
+                items = await self._door.run(lambda units=units: [self._pool.encode(unit) for unit in units])  # type: ignore[misc]
+                await self._pool.put_many(items, epoch)
+                self.registered += len(units)
+            except Exception:  # noqa: BLE001 - the caller of the request must never see a failing store
+                self.dropped += len(units)
+                _LOG.exception("storing %d units failed", len(units))
+            finally:
+                with self._lock:
+                    self.pending_bytes -= reserved_bytes
+
+    async def drain(self) -> None:
+        """Waits until everything submitted so far is stored or dropped."""
+        await self._idle.wait()

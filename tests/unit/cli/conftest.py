@@ -1,0 +1,69 @@
+"""The command `kite`, run as a person runs it: in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kitelib.engine.results import Choice, Generation, ReuseReport, Timing, Usage
+
+Kite = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def kite() -> Kite:
+    """``kite(*arguments, stdin="")``: runs the command and returns the finished process."""
+
+    def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "kitelib.cli.main", *arguments],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            timeout=150,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def finished() -> Callable[..., Generation]:
+    """Makes a Generation with the given figures."""
+
+    def make(
+        *,
+        prompt: int = 650,
+        cached: int = 0,
+        completion: int = 3,
+        ttft_s: float = 0.5,
+        total_s: float = 1.5,
+        tokens: tuple[int, ...] = (1, 2, 3),
+        **reuse: Any,
+    ) -> Generation:
+        report: dict[str, Any] = {
+            "exactness": "bitwise",
+            "tiers": {},
+            "computed_tokens": prompt - cached,
+            "zero_prefill": False,
+            "divergence": None,
+            "note": "",
+        }
+        return Generation(
+            text="text",
+            token_ids=list(tokens),
+            finish_reason="stop",
+            logprobs=None,
+            usage=Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion),
+            reuse=ReuseReport(**{**report, **reuse}),
+            timing=Timing(ttft_s=ttft_s, queue_s=0.0, total_s=total_s),
+            choices=[Choice("text", list(tokens), "stop", None)],
+            prompt_token_ids=[],
+        )
+
+    return make

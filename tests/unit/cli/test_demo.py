@@ -1,0 +1,74 @@
+"""The demo's story and its report."""
+
+from __future__ import annotations
+
+from kitelib.backends.llama_cpp.model import GGUFModel
+from kitelib.cli.bank import QUESTIONS, SYSTEM_PROMPT
+from kitelib.cli.demo import _QUICK, _TOGETHER
+from kitelib.cli.report import Row, comparison, totals
+
+
+def test_the_system_prompt_is_about_600_tokens(smollm2_path):
+    model = GGUFModel.load(smollm2_path, vocab_only=True)
+    try:
+        assert 550 <= len(model.tokenize(SYSTEM_PROMPT, add_special=False)) <= 700
+    finally:
+        model.close()
+
+
+def test_twelve_questions_and_only_the_last_repeats_the_first():
+    assert len(QUESTIONS) == 12
+    assert QUESTIONS[-1] == QUESTIONS[0]
+    assert len(set(QUESTIONS)) == 11
+
+
+def test_the_first_is_asked_alone_and_eight_together():
+    assert len(_TOGETHER) == 8
+    assert 0 not in _TOGETHER
+    assert len(QUESTIONS) - 1 not in _TOGETHER
+
+
+def test_quick_measures_one_request_of_each_kind():
+    assert _QUICK[0] == 0
+    assert _QUICK[1] in _TOGETHER
+    assert _QUICK[2] == len(QUESTIONS) - 1
+
+
+def test_the_table_has_a_line_per_request_and_fits_a_terminal(finished):
+    rows = [
+        Row(1, "How long is this question, which goes on and on?", finished(ttft_s=5.0), finished(ttft_s=5.0)),
+        Row(2, "Second?", finished(cached=640, ttft_s=0.05), finished(ttft_s=5.0)),
+        Row(3, "Third?", finished(cached=640, ttft_s=0.05), None),
+    ]
+    lines = comparison(rows).splitlines()
+    assert all(len(line) <= 100 for line in lines)
+    assert [line.split()[0] for line in lines[2:5]] == ["1", "2", "3"]
+    assert lines[2].split()[-1] == "1.0x"
+    assert lines[3].split()[-6:] == ["640", "50", "ms", "5.00", "s", "100x"]
+    assert lines[4].split()[-2:] == ["-", "-"]
+
+
+def test_totals_count_what_was_saved(finished):
+    rows = [
+        Row(1, "First?", finished(prompt=600, ttft_s=5.0), finished(ttft_s=5.0)),
+        Row(2, "Second?", finished(prompt=400, cached=400, ttft_s=0.05, zero_prefill=True), finished(ttft_s=5.05)),
+        Row(3, "Third?", finished(prompt=1000, cached=600, ttft_s=0.05), None),
+    ]
+    text = totals(rows)
+    assert "3 requests, 2,000 prompt tokens, 1,000 (50%)" in text
+    assert "no model step at all: 1." in text
+    assert "over the 2 requests measured both ways: 5.05 s instead of 10.1 s (2.0x)" in text
+    assert "with and without reuse: 2 of 2 (exactness: bitwise)" in text
+
+
+def test_totals_admit_an_answer_that_differs(finished):
+    rows = [
+        Row(1, "First?", finished(tokens=(1, 2)), finished(tokens=(1, 2))),
+        Row(2, "Second?", finished(tokens=(1, 2)), finished(tokens=(1, 3))),
+    ]
+    assert "with and without reuse: 1 of 2" in totals(rows)
+
+
+def test_totals_without_a_comparison_claim_nothing(finished):
+    text = totals([Row(1, "First?", finished(), None)])
+    assert "without reuse" not in text

@@ -1,0 +1,52 @@
+"""`kite run` on the real model."""
+
+from __future__ import annotations
+
+import json
+
+QUICK = ("--threads", "1", "--max-tokens", "6")
+
+
+def test_run_prints_the_answer_and_the_figures_apart(kite):
+    done = kite("run", "smollm2", "Name a colour.", *QUICK, "--json-stats")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    stats = json.loads(done.stderr)
+    assert stats["usage"]["completion_tokens"] <= 6
+    assert stats["usage"]["prompt_tokens"] > 4
+    assert stats["finish_reason"] in ("stop", "length")
+    assert stats["timing"]["ttft_s"] > 0
+    assert stats["reuse"]["exactness"] in ("bitwise", "standard")
+
+
+def test_prompt_from_standard_input_gives_the_same_answer(kite):
+    # Greedy, so that two processes say the same.
+    given = kite("run", "smollm2", "Name a colour.", *QUICK)
+    read = kite("run", "smollm2", "-", *QUICK, stdin="Name a colour.")
+    assert read.returncode == 0, read.stderr
+    assert read.stdout == given.stdout
+    assert read.stderr == ""
+
+
+def test_raw_continues_the_text(kite):
+    done = kite("run", "smollm2", "One, two, three, four,", "--raw", *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert "five" in done.stdout
+
+
+def test_prompt_that_does_not_fit(kite):
+    done = kite("run", "smollm2", "word " * 600, "--ctx", "256", *QUICK)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("kite: the prompt has ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_damaged_model_file(kite, tmp_path):
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(b"GGUF" + bytes(100))
+    done = kite("run", str(path), "Hello")
+    assert done.returncode == 1
+    assert done.stderr.startswith("kite: ")
+    assert "damaged.gguf" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,197 @@
+import gc
+import sys
+import threading
+import tracemalloc
+from collections import OrderedDict
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kitelib.abc import Store
+from kitelib.errors import ConfigError
+from kitelib.stores.memory import ENTRY_BYTES, MemoryStore, entry_bytes
+from kitelib.testing import check_store
+
+
+class HandClock:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+def test_keeps_the_store_contract():
+    assert isinstance(MemoryStore(0), Store)
+    anyio.run(check_store, lambda: MemoryStore(8 * 2**20))
+
+
+def test_least_recently_used_goes_first():
+    size = entry_bytes("a", b"x" * 100)
+    store = MemoryStore(3 * size)
+    for key in "abc":
+        assert store.put(key, b"x" * 100)
+    assert store.get("a")
+    assert store.put("d", b"x" * 100)
+    assert [store.contains(key) for key in "abcd"] == [True, False, True, True]
+    assert store.counters().evictions == 1
+
+
+def test_looking_does_not_count_as_use():
+    size = entry_bytes("a", b"x" * 100)
+    store = MemoryStore(2 * size)
+    store.put("a", b"x" * 100)
+    store.put("b", b"x" * 100)
+    assert store.contains("a")
+    assert anyio.run(store.leading_run, ["a"]) == 1
+    store.put("c", b"x" * 100)
+    assert not store.contains("a")
+    assert (store.counters().hits, store.counters().misses) == (0, 0)
+
+
+def test_too_big_is_dropped_and_takes_nothing_with_it():
+    store = MemoryStore(1000)
+    store.put("a", b"x" * 100)
+    store.put("big", b"old")
+    assert not store.put("big", b"x" * 1000)
+    assert store.get("a") == b"x" * 100
+    assert store.get("big") is None  # what it replaces is not served either
+    assert (store.counters().dropped, store.counters().evictions) == (1, 0)
+
+
+def test_nothing_fits_a_store_of_no_bytes():
+    store = MemoryStore(0)
+    assert not store.put("a", b"")
+    assert store.counters().dropped == 1
+
+
+def test_clear_says_how_many_there_were():
+    store = MemoryStore(10_000)
+    for key in "abc":
+        store.put(key, b"x")
+    assert store.clear() == 3
+    assert (store.counters().items, store.counters().bytes, store.clear()) == (0, 0, 0)
+    assert store.put("a", b"y")
+
+
+def test_closed_store_misses_and_drops():
+    store = MemoryStore(10_000)
+    store.put("a", b"x")
+    anyio.run(store.aclose)
+    assert store.get("a") is None
+    assert not store.put("a", b"x")
+    assert store.counters().bytes == 0
+
+
+def test_old_values_are_gone():
+    clock = HandClock()
+    store = MemoryStore(10_000, ttl_s=60, clock=clock)
+    store.put("a", b"1")
+    clock.now += 30
+    store.put("b", b"2")
+    clock.now += 30
+    assert not store.contains("a")
+    assert anyio.run(store.get_many, ["a", "b"]) == [None, b"2"]
+    assert not store.delete("a")
+    assert (store.counters().items, store.counters().evictions) == (1, 1)
+    assert store.counters().bytes == entry_bytes("b", b"2")
+
+
+def test_a_mutable_value_is_copied():
+    store = MemoryStore(10_000)
+    value = bytearray(b"abc")
+    store.put("a", value)
+    value[0] = 0
+    assert store.get("a") == b"abc"
+
+
+@pytest.mark.parametrize("options", [{"max_bytes": -1}, {"max_bytes": 1, "ttl_s": 0}, {"max_bytes": 1, "ttl_s": -5}])
+def test_wrong_options_are_refused(options):
+    with pytest.raises(ConfigError):
+        MemoryStore(**options)
+
+
+operations = st.lists(
+    st.tuples(st.sampled_from(["put", "get", "delete", "contains"]), st.sampled_from("abcdef"), st.integers(0, 900)),
+    max_size=60,
+)
+
+
+@settings(deadline=None)
+@given(operations, st.integers(0, 3000))
+def test_behaves_like_a_plain_model(steps, max_bytes):
+    store, model, dropped = MemoryStore(max_bytes), OrderedDict(), 0
+    for operation, key, size in steps:
+        value = bytes([size % 251]) * size
+        if operation == "put":
+            model.pop(key, None)
+            if entry_bytes(key, value) <= max_bytes:
+                while sum(entry_bytes(*item) for item in model.items()) + entry_bytes(key, value) > max_bytes:
+                    model.popitem(last=False)
+                model[key] = value
+            else:
+                dropped += 1
+            assert store.put(key, value) == (key in model)
+        elif operation == "get":
+            if key in model:
+                model.move_to_end(key)
+            assert store.get(key) == model.get(key)
+        elif operation == "delete":
+            assert store.delete(key) == (model.pop(key, None) is not None)
+        else:
+            assert store.contains(key) == (key in model)
+        counters = store.counters()
+        assert counters.bytes == sum(entry_bytes(*item) for item in model.items()) <= max_bytes
+        assert (counters.items, counters.dropped) == (len(model), dropped)
+
+
+def test_bytes_are_real_bytes():
+    """The bound holds for what the process really takes, small values included: within 10 %, and never above."""
+    count = 20_000
+    store = MemoryStore(2**30)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for index in range(count):
+            store.put(f"kite:{{{index % 65536:04x}}}:0123456789abcdef:kv:{index:064x}", index.to_bytes(200, "little"))
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 0.9 * store.counters().bytes <= taken <= store.counters().bytes
+    assert sys.getsizeof(b"") < ENTRY_BYTES
+
+
+def test_threads_and_accounting():
+    """Eight threads that store, read and delete; afterwards every byte is accounted for."""
+    store = MemoryStore(40_000)
+    wrong: list[str] = []
+
+    def use(thread: int) -> None:
+        for round_ in range(300):
+            key = f"{(thread * 7 + round_) % 40}"
+            value = key.encode() * (200 + round_ % 50)
+            store.put(key, value)
+            found = store.get(key)
+            if found is not None and not (found.startswith(key.encode()) and len(found) % len(key) == 0):
+                wrong.append(key)
+            if round_ % 5 == 0:
+                store.delete(key)
+            if store.counters().bytes > store.max_bytes:
+                wrong.append("bound")
+
+    threads = [threading.Thread(target=use, args=(thread,)) for thread in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    left = {str(key): store.get(str(key)) for key in range(40)}
+    assert store.counters().bytes == sum(entry_bytes(key, value) for key, value in left.items() if value is not None)
+    assert store.counters().items == sum(value is not None for value in left.values())
