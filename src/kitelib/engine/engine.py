@@ -8,7 +8,6 @@ import dataclasses
 import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from kitelib.engine.gate import Gate
 from kitelib.engine.loading import Loader
 from kitelib.engine.request import Request
 from kitelib.engine.results import Chunk, Generation
+from kitelib.engine.scheduler import Scheduler
 from kitelib.engine.serving import Serving
 from kitelib.errors import (
     ConfigError,
@@ -26,6 +26,7 @@ from kitelib.errors import (
     EngineClosedError,
     InvalidRequestError,
     InvalidSamplingError,
+    KiteError,
     PromptTooLongError,
     UnknownAdapterError,
     UnsupportedOptionError,
@@ -200,10 +201,10 @@ class KiteEngine:
             request = await self._request(
                 prompt, messages, tools, params, reuse, adapter, deadline, priority, mailbox, streaming=False
             )
-            async for item in self._events(request, mailbox):
-                if isinstance(item, Generation):
-                    return item
-        raise EngineClosedError()
+            with _Submitted(self._current.scheduler, request) as submitted:
+                generation = submitted.take(await mailbox.get())
+        assert isinstance(generation, Generation)
+        return generation
 
     def stream(
         self,
@@ -242,35 +243,15 @@ class KiteEngine:
                 prompt, messages, tools, params, reuse, adapter, deadline, priority, mailbox, streaming=True
             )
             held: Chunk | None = None
-            async with aclosing(self._events(request, mailbox)) as events:
-                async for item in events:
+            with _Submitted(self._current.scheduler, request) as submitted:
+                while not submitted.finished:
+                    item = submitted.take(await mailbox.get())
                     if held is not None:
-                        if isinstance(item, Generation):
-                            held = dataclasses.replace(held, generation=item)
-                        yield held
+                        yield held if isinstance(item, Chunk) else dataclasses.replace(held, generation=item)
                     # Only a chunk that ends a choice can be the last one: it waits for what follows it.
-                    held = None
-                    if isinstance(item, Chunk):
-                        if item.finish_reason is None:
-                            yield item
-                        else:
-                            held = item
-
-    async def _events(self, request: Request, mailbox: Mailbox[Any]) -> Any:
-        """Events of a submitted request up to its `Generation`; cancels the request if left before."""
-        scheduler = self._current.scheduler
-        scheduler.submit(request)
-        finished = False
-        try:
-            while not finished:
-                item = await mailbox.get()
-                finished = not isinstance(item, Chunk)
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-        finally:
-            if not finished:
-                scheduler.cancel(request)
+                    held = item if isinstance(item, Chunk) and item.finish_reason is not None else None
+                    if isinstance(item, Chunk) and held is None:
+                        yield item
 
     def chat(self, messages: Sequence[Message], *, stream: bool = False, **options: Any) -> Any:
         """Generates the assistant's next message.
@@ -587,6 +568,30 @@ class _Opening:
     ) -> None:
         assert self._engine is not None
         await self._engine.aclose()
+
+
+class _Submitted:
+    """A submitted request; leaving the block before its end cancels it."""
+
+    def __init__(self, scheduler: Scheduler, request: Request) -> None:
+        self._scheduler = scheduler
+        self._request = request
+        self.finished = False
+
+    def __enter__(self) -> _Submitted:
+        self._scheduler.submit(self._request)
+        return self
+
+    def take(self, item: Chunk | Generation | KiteError) -> Chunk | Generation:
+        """The next event; raises it if it is an error."""
+        self.finished = not isinstance(item, Chunk)
+        if isinstance(item, KiteError):
+            raise item
+        return item
+
+    def __exit__(self, *_: object) -> None:
+        if not self.finished:
+            self._scheduler.cancel(self._request)
 
 
 class _ChatStream:

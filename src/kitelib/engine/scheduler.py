@@ -71,6 +71,7 @@ class Scheduler:
         self._computing: dict[Fingerprint, Branch] = {}
         self._last_adapter: str | None = None
         self._stopping: KiteError | None = None
+        self.ended = False
         self.counters = SchedulerCounters()
 
     # Called from other threads
@@ -78,10 +79,12 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Takes a request."""
         self._inbox.put(lambda: self._on_submit(request))
+        if self.ended:  # nobody reads the inbox any more: answer here
+            self._end(EngineClosedError() if self._stopping is None else self._stopping)
 
     def cancel(self, request: Request) -> None:
         """Ends a request without an answer; what it computed stays reusable."""
-        self._inbox.put(lambda: self._close_request(request))
+        self._inbox.put(lambda: None if request.closed else self._close_request(request))
 
     def fetched(self, branch: Branch, prefix: PooledPrefix) -> None:
         """The pool's answer for a branch."""
@@ -135,6 +138,7 @@ class Scheduler:
             self._end(EngineClosedError() if reason is None else reason)
 
     def _end(self, reason: KiteError) -> None:
+        self.ended = True
         while True:
             try:
                 self._inbox.get_nowait()()
@@ -384,7 +388,10 @@ class Scheduler:
     def _plan_step(self) -> list[tuple[Branch, int]]:
         adapter = self._choose_adapter()
         ready = [branch for branch in self._active if branch.run.adapter == adapter and branch.run.remaining]
+        ready.sort(key=lambda branch: branch.order)
         decodes = [branch for branch in ready if branch.run.remaining == 1]
+        if len(decodes) > self._backend.info.max_step_tokens:  # those that are behind go first
+            decodes = sorted(decodes, key=lambda branch: len(branch.new_tokens))[: self._backend.info.max_step_tokens]
         self._make_room(decodes)
         decodes = [branch for branch in decodes if branch in self._active]
         work = [(branch, 1) for branch in decodes]

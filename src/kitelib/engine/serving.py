@@ -15,7 +15,7 @@ from kitelib.engine.output import Outputs
 from kitelib.engine.request import Branch
 from kitelib.engine.saving import Saver
 from kitelib.engine.scheduler import Scheduler
-from kitelib.errors import KiteError
+from kitelib.errors import EngineClosedError, KiteError
 from kitelib.fingerprint import Fingerprint, root_fingerprint
 from kitelib.runtime.streams import LoopPort
 from kitelib.runtime.supervisor import Supervisor
@@ -101,6 +101,8 @@ class Serving:
             loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(result))
 
         self.scheduler.call(run)
+        if self.scheduler.ended:
+            raise EngineClosedError
         return await future
 
     async def stop(self, reason: KiteError) -> None:

@@ -82,10 +82,13 @@ def _load() -> _Library:
     before = _openmp_files()
     with _quiet_openmp_workers():
         module = _import_bindings()
+        callback = _route_log(module)
+        module.llama_backend_init()
+        _load_plugins(module)
+        # Registers the backends, and with them the CPU one, which sets KMP_BLOCKTIME for the whole process if it is
+        # absent. Here it is not, or it is taken out again below.
+        module.llama_supports_gpu_offload()
         _read_openmp_settings(_openmp_files() - before)
-    callback = _route_log(module)
-    module.llama_backend_init()
-    _load_plugins(module)
     return _Library(module, _find_spin_note(module, before), callback)
 
 
@@ -123,18 +126,18 @@ def _quiet_openmp_workers() -> Iterator[None]:
         return
     getenv = ctypes.CDLL(None).getenv
     getenv.restype, getenv.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
-    added = [
-        (name, value)
-        for name, (value, deciders) in _SPIN_SETTINGS.items()
-        if not any(getenv(decider.encode()) is not None for decider in deciders)
-    ]
-    for name, value in added:
-        os.putenv(name, value)
+    before = {name: getenv(name.encode()) for name in _SPIN_SETTINGS}
+    for name, (value, deciders) in _SPIN_SETTINGS.items():
+        if all(getenv(decider.encode()) is None for decider in deciders):
+            os.putenv(name, value)
     try:
         yield
     finally:
-        for name, _ in added:
-            os.unsetenv(name)
+        for name, previous in before.items():
+            if previous is None:
+                os.unsetenv(name)
+            else:
+                os.putenv(name, previous)
 
 
 def _openmp_files() -> frozenset[pathlib.Path]:

@@ -54,7 +54,7 @@ def test_a_wait_policy_set_by_the_user_decides() -> None:
     assert spin_count_seen_by_openmp(LOAD + "load_library()", OMP_WAIT_POLICY="active") != "0"
 
 
-@pytest.mark.parametrize("env", [{}, {"GOMP_SPINCOUNT": "77", "KMP_BLOCKTIME": "3"}])
+@pytest.mark.parametrize("env", [{}, {"GOMP_SPINCOUNT": "77", "KMP_BLOCKTIME": "3"}, {"OMP_WAIT_POLICY": "active"}])
 def test_the_environment_is_afterwards_as_it_was(env: dict[str, str]) -> None:
     code = f"""
 import ctypes, os
