@@ -9,7 +9,7 @@ import sys
 from kitelib import KiteEngine
 from kitelib.cli.options import resolve_model
 
-TURNS = ["Hello, my name is Ada.", "What can one do in Lisbon on a rainy day?", "And with two children?"]
+TURNS = ["Hello, my name is Ada.", "What is the capital of Portugal?", "What is it famous for?"]
 
 
 async def main(model: str) -> None:

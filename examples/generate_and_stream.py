@@ -9,7 +9,7 @@ import sys
 from kitelib import KiteEngine
 from kitelib.cli.options import resolve_model
 
-PROMPT = "Three things that every harbour needs are"
+PROMPT = "The old lighthouse at the end of the pier was"
 
 
 async def main(model: str) -> None:

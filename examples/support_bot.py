@@ -39,7 +39,7 @@ async def answer(engine: KiteEngine, question: str) -> str:
 
 async def main(model: str) -> None:
     async with KiteEngine.open(model) as engine:
-        await engine.preheat([INSTRUCTIONS])
+        await engine.preheat([[{"role": "system", "content": INSTRUCTIONS}]])
         for line in await asyncio.gather(*(answer(engine, question) for question in QUESTIONS)):
             print(line)
 

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from kitelib.errors import ConfigError, InvalidSamplingError
+from kitelib.config_file import read_yaml, section, shown, unknown_name
+from kitelib.errors import ConfigError, InvalidSamplingError, UnsupportedOptionError
 
-__all__ = ["AdapterConfig", "PoolConfig", "ReusePolicy", "SamplingParams"]
+__all__ = [
+    "AdapterConfig",
+    "KiteConfig",
+    "LifecycleSection",
+    "PoolConfig",
+    "PoolSection",
+    "ReusePolicy",
+    "SamplingParams",
+    "UnitTypeSection",
+    "block_tokens_of",
+]
 
 ReuseMode = Literal["exact", "semantic", "off"]
 Numerics = Literal["bitwise", "standard"]
@@ -30,6 +42,8 @@ class PoolConfig:
         hmac_key: key that authenticates values in shared tiers; None means values are only checksummed.
         namespace_secret: server-side secret from which private tenant namespaces are derived; None means that
             tenants are told apart by the plain name of their namespace.
+        ttl_seconds: seconds after which a unit in the pool counts as gone; None (default) means never. What is in
+            the model's own context does not age.
     """
 
     memory_bytes: int | None = None
@@ -39,12 +53,15 @@ class PoolConfig:
     s3: str | None = None
     hmac_key: bytes | None = dataclasses.field(default=None, repr=False)
     namespace_secret: bytes | None = dataclasses.field(default=None, repr=False)
+    ttl_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if self.memory_bytes is not None and self.memory_bytes < 0:
             raise ConfigError(f"PoolConfig.memory_bytes is {self.memory_bytes}; give None, 0 or a number of bytes")
         if self.disk_bytes <= 0:
             raise ConfigError(f"PoolConfig.disk_bytes is {self.disk_bytes}; give a positive number of bytes")
+        if self.ttl_seconds is not None:
+            _check_seconds("PoolConfig.ttl_seconds", self.ttl_seconds)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,19 +164,30 @@ class SamplingParams:
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, 0, 100)
         # A lone string is by far the most common way to give one stop string.
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidSamplingError(f"stop holds {text!r}; give non-empty strings")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         for token in self.stop_token_ids:
             _check_integer("stop_token_ids", token, 0, None)
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidSamplingError(f"logit_bias is {self.logit_bias!r}; give a mapping of token ids to numbers")
         for token, bias in self.logit_bias.items():
             _check_integer("logit_bias key", token, 0, None)
             if isinstance(bias, bool) or not isinstance(bias, (int, float)) or math.isnan(bias):
                 raise InvalidSamplingError(f"logit_bias[{token}] is {bias!r}; give a number")
+        if self.regex is not None and not isinstance(self.regex, str):
+            raise InvalidSamplingError(f"regex is {self.regex!r}; give a regular expression as a string")
         if self.json_schema is not None and self.regex is not None:
             raise InvalidSamplingError("json_schema and regex are both set; give at most one constraint")
+
+
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(value)
+    except TypeError:
+        raise InvalidSamplingError(f"{name} is {value!r}; give a list") from None
 
 
 def _check_integer(name: str, value: Any, low: int, high: int | None) -> None:
@@ -176,3 +204,186 @@ def _check_number(name: str, value: Any, low: float, high: float | None, *, open
         raise InvalidSamplingError(
             f"{name} is {value!r}; give a number {edge}{'' if high is None else f', at most {high}'}"
         )
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"{name} is {shown(value)}; give a positive number of seconds")
+
+
+def _check_choice(name: str, value: Any, valid: list[str]) -> None:
+    if value not in valid:
+        raise ConfigError(f"{name} is {shown(value)}; {unknown_name(value, valid)}")
+
+
+# The configuration file
+
+# What may be said about each kind of unit: its serializers and its usual compression; the first one is the default.
+_UNIT_TYPES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "kv_cache": (("paged_kvcache_v2", "int8_kv"), "zstd"),
+    "mlp_activation": (("fp16_quant",), "none"),
+}
+_COMPRESSIONS = ["zstd", "none"]
+_POOL_BACKENDS = ["memory", "disk", "redis", "redis_cluster", "s3", "tiered"]
+_MAX_BLOCK_TOKENS = 256
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UnitTypeSection:
+    """One entry of ``ru_types``: the stored form of one kind of unit. The memory tier keeps units as they are,
+    lossless and not compressed, whatever stands here.
+
+    Attributes:
+        name: "kv_cache", or "mlp_activation": the last-position activations that a unit of kind `logits` keeps.
+        serializer: "paged_kvcache_v2" (default for kv_cache), "int8_kv", "fp16_quant" (default for mlp_activation).
+        compression: "zstd" (default for kv_cache) or "none" (default for mlp_activation).
+    """
+
+    name: str
+    serializer: str = ""
+    compression: str = ""
+
+    def __post_init__(self) -> None:
+        _check_choice("name", self.name, list(_UNIT_TYPES))
+        serializers, compression = _UNIT_TYPES[self.name]
+        object.__setattr__(self, "serializer", serializers[0] if self.serializer == "" else self.serializer)
+        object.__setattr__(self, "compression", compression if self.compression == "" else self.compression)
+        _check_choice("serializer", self.serializer, list(serializers))
+        _check_choice("compression", self.compression, _COMPRESSIONS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LifecycleSection:
+    """``ru_pool.lifecycle``: how long units live.
+
+    Attributes:
+        ttl_seconds: seconds after which a unit counts as gone; default 3600; None (``null``) means never.
+        freshness_check_interval: seconds between two searches for units past their time; default 60. The memory
+            tier needs none: it looks at a unit's age whenever the unit is asked for.
+    """
+
+    ttl_seconds: float | None = 3600
+    freshness_check_interval: float = 60
+
+    def __post_init__(self) -> None:
+        if self.ttl_seconds is not None:
+            _check_seconds("ttl_seconds", self.ttl_seconds)
+        _check_seconds("freshness_check_interval", self.freshness_check_interval)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PoolSection:
+    """``ru_pool``: where units are kept. All keys but `backend` and `lifecycle` only concern Redis.
+
+    Attributes:
+        backend: "memory" (default), "disk", "redis", "redis_cluster", "s3" or "tiered".
+        redis_urls: URLs of the nodes, ``redis://`` or ``rediss://``; default none. They may hold passwords, so
+            they are not shown.
+        shard_key: "cf_hash_prefix_4": the first four digits of the fingerprint choose the slot.
+        connect_timeout: seconds a connection may take to open; default 0.5.
+        socket_timeout: seconds a call may take; default 0.3.
+        lifecycle: see `LifecycleSection`.
+    """
+
+    backend: str = "memory"
+    redis_urls: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    shard_key: str = "cf_hash_prefix_4"
+    connect_timeout: float = 0.5
+    socket_timeout: float = 0.3
+    lifecycle: LifecycleSection = LifecycleSection()
+
+    def __post_init__(self) -> None:
+        _check_choice("backend", self.backend, _POOL_BACKENDS)
+        if isinstance(self.redis_urls, str) or not isinstance(self.redis_urls, Sequence):
+            raise ConfigError(f"redis_urls is a {type(self.redis_urls).__name__}; give a list of redis:// URLs")
+        object.__setattr__(self, "redis_urls", tuple(self.redis_urls))
+        for index, url in enumerate(self.redis_urls):
+            if not isinstance(url, str) or not url.startswith(("redis://", "rediss://")):
+                kind = "another URL" if isinstance(url, str) else f"a {type(url).__name__}"
+                raise ConfigError(f"redis_urls[{index}] is {kind}; give one that starts with redis:// or rediss://")
+        _check_choice("shard_key", self.shard_key, ["cf_hash_prefix_4"])
+        _check_seconds("connect_timeout", self.connect_timeout)
+        _check_seconds("socket_timeout", self.socket_timeout)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KiteConfig:
+    """A configuration file. Every key may be left out; a key that does not exist is an error.
+
+    Attributes:
+        ru_slicing: prefix of an architecture's name -> tokens per block, 1 to 256; default
+            ``{llama: 16, qwen: 32, phi: 8}``. Architectures that none of the prefixes fits are cut as without a file.
+        ru_types: stored form of each kind of unit; see `UnitTypeSection`.
+        ru_pool: where units are kept; see `PoolSection`.
+    """
+
+    ru_slicing: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"llama": 16, "qwen": 32, "phi": 8})
+    ru_types: tuple[UnitTypeSection, ...] = (UnitTypeSection("kv_cache"), UnitTypeSection("mlp_activation"))
+    ru_pool: PoolSection = PoolSection()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ru_slicing, Mapping):
+            raise ConfigError(f"ru_slicing is {shown(self.ru_slicing)}; give a mapping like {{llama: 16}}")
+        for prefix, size in self.ru_slicing.items():
+            if not isinstance(prefix, str) or not prefix:
+                raise ConfigError(f"ru_slicing has the key {shown(prefix)}; give the start of an architecture's name")
+            if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _MAX_BLOCK_TOKENS:
+                raise ConfigError(
+                    f"ru_slicing.{prefix} is {shown(size)}; give a whole number of tokens from 1 to {_MAX_BLOCK_TOKENS}"
+                )
+        object.__setattr__(self, "ru_slicing", dict(self.ru_slicing))
+        names = [each.name for each in self.ru_types]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise ConfigError(f"ru_types[{index}].name is {name!r} again; give each kind of unit one entry")
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str]) -> KiteConfig:
+        """Reads a file (YAML's safe subset). Blocks for as long as a small file takes.
+
+        Raises:
+            ConfigError: the file can't be read or is no YAML, or a key or value in it is wrong.
+        """
+        plain = read_yaml(path)
+        if isinstance(plain, dict):
+            # A heading with nothing below it is as good as none.
+            headings = ("ru_slicing", "ru_types", "ru_pool")
+            plain = {key: each for key, each in plain.items() if each is not None or key not in headings}
+        try:
+            return section(cls, plain, "", {"ru_types": _unit_types, "ru_pool": _pool_section})
+        except ConfigError as error:
+            raise ConfigError(f"{os.fspath(path)}: {error}") from error
+
+    def to_pool_config(self) -> PoolConfig:
+        """The pool that the file describes.
+
+        Raises:
+            UnsupportedOptionError: this release does not have that backend.
+        """
+        if self.ru_pool.backend != "memory":
+            raise UnsupportedOptionError(
+                f"ru_pool.backend is {self.ru_pool.backend!r}, but this release only has the memory tier; use 'memory'"
+            )
+        return PoolConfig(ttl_seconds=self.ru_pool.lifecycle.ttl_seconds)
+
+    def block_tokens_for(self, architecture: str) -> int | None:
+        """Tokens per block for an architecture; None if `ru_slicing` does not name it."""
+        return block_tokens_of(self.ru_slicing, architecture)
+
+
+def block_tokens_of(table: Mapping[str, int], architecture: str) -> int | None:
+    """The value of the longest key that `architecture` starts with; None if there is none."""
+    fitting = [prefix for prefix in table if architecture.startswith(prefix)]
+    return table[max(fitting, key=len)] if fitting else None
+
+
+def _unit_types(value: Any, place: str) -> tuple[UnitTypeSection, ...]:
+    if not isinstance(value, list):
+        raise ConfigError(f"{place} is {shown(value)}; give a list of entries with name, serializer and compression")
+    return tuple(
+        section(UnitTypeSection, each, f"{place}[{index}]", required=("name",)) for index, each in enumerate(value)
+    )
+
+
+def _pool_section(value: Any, place: str) -> PoolSection:
+    return section(PoolSection, value, place, {"lifecycle": lambda each, at: section(LifecycleSection, each, at)})

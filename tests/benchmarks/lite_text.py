@@ -81,6 +81,7 @@ class PromptSource:
         self._tokenize = tokenize
         self._random = random.Random(seed)
         self._num_drawn = 0
+        self._openers = self._distinct_openers()
 
     def prompt(self, num_tokens: int) -> list[int]:
         """A new text of exactly `num_tokens` tokens that differs from all others within its first few tokens."""
@@ -90,9 +91,19 @@ class PromptSource:
         return self._fill(text, self._sentence, num_tokens)
 
     def question(self, num_tokens: int) -> list[int]:
-        """A new question of exactly `num_tokens` tokens that can follow any prompt."""
+        """A new question of exactly `num_tokens` tokens that can follow any prompt.
+
+        Its first token differs from those of the questions before it, so that nothing of it can be reused.
+        """
         self._num_drawn += 1
-        return self._fill(f"\n\nCase {self._num_drawn}:", self._question, num_tokens)
+        opener = self._openers[self._num_drawn % len(self._openers)]
+        return self._fill(f" {opener}, case {self._num_drawn}:", self._question, num_tokens)
+
+    def _distinct_openers(self) -> list[str]:
+        """Words whose first tokens all differ; more than a run asks questions about one prefix."""
+        phrases = (*_PEOPLE, *_NAMES, *_PLACES, *_THINGS, *_ACTIONS, *_WHEN, *_REASONS)
+        words = sorted({word for phrase in phrases for word in phrase.split()})
+        return list({self._tokenize(f" {word},")[0]: word for word in words}.values())
 
     def _fill(self, text: str, more: Callable[[], str], num_tokens: int) -> list[int]:
         # A sentence has at least four tokens, so this ends; cutting ids (not text) makes the length exact.

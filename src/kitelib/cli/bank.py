@@ -50,17 +50,17 @@ Rules
 call the service desk."""
 
 QUESTIONS: tuple[str, ...] = (
-    "I lost my debit card on the bus this morning. What should I do now?",
-    "When is the branch at Pier 4 open on a Thursday?",
     "How much interest does Lighthouse Savings pay, and when?",
+    "When is the branch at Pier 4 open on a Thursday?",
+    "When is the service desk open?",
     "My daughter is nine. Which account can she have, and what does it cost?",
-    "I sent 300 euros to the wrong person an hour ago. Can I get them back?",
+    "Can I call back a transfer that I sent an hour ago?",
     "What does it cost to send money to Canada, and how long does it take?",
     "Can I raise my online transfer limit to 15,000 euros?",
     "Do I pay extra when I use the Spinnaker card in Japan?",
-    "A man on the phone told me to read him the code from my app. Is that right?",
-    "I run a small bakery. How many transfers are included in Jetty Business?",
+    "A man on the phone wants the code from my app. Should I give it to him?",
+    "How much does a replacement debit card cost?",
     "Can I pay back my Keel loan early without a fee?",
-    "I lost my debit card on the bus this morning. What should I do now?",
+    "How much interest does Lighthouse Savings pay, and when?",
 )
 """The customers' questions, in the order in which the demo asks them. The last repeats the first word for word."""

@@ -20,6 +20,7 @@ from kitelib.cli.options import (
     add_engine_options,
     add_model_argument,
     add_sampling_options,
+    engine_notes,
     open_engine,
     resolve_model,
     sampling_options,
@@ -91,6 +92,8 @@ def run_chat(args: argparse.Namespace) -> int:
         progress.clear()
         if interactive:
             _enable_line_editing()
+            for note in portal.call(engine_notes, engine):
+                print(dim(f"note: {note}", sys.stdout))
             print(dim("/help lists the commands, Ctrl-D leaves.", sys.stdout))
         _converse(portal, engine, args.system, options, interactive)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,11 +11,11 @@ from typing import Any
 import anyio
 
 from kitelib.cli.bank import QUESTIONS, SYSTEM_PROMPT
-from kitelib.cli.options import DEMO_MODEL, add_engine_options, open_engine, resolve_model
+from kitelib.cli.options import DEMO_MODEL, add_engine_options, engine_notes, open_engine, resolve_model
 from kitelib.cli.report import Row, comparison, totals
 from kitelib.cli.screen import LoadProgress, WrappedWriter, answer_board, is_terminal
 from kitelib.cli.table import format_seconds
-from kitelib.config import ReusePolicy, SamplingParams
+from kitelib.config import SamplingParams
 from kitelib.engine.results import Generation
 from kitelib.errors import BackendError
 
@@ -33,9 +34,10 @@ examples:
   kite demo --model model.gguf --threads 4"""
 
 _INTRODUCTION = """\
-A bank's support assistant puts the same instructions, about 600 tokens, in front of every customer's question.
-Without reuse the model reads them again for each customer. Here they are read once.
-The model is tiny, so that this runs anywhere: watch the times, not the wisdom of the answers."""
+A bank's assistant puts the same instructions, about 600 tokens, in front of
+every customer's question. Without reuse the model reads them again for each
+customer. Here they are read once. The model is tiny so that this runs anywhere,
+and is often wrong: watch the times, not the answers."""
 
 _WHAT_NEXT = """\
 Next:
@@ -80,6 +82,8 @@ async def _demo(args: argparse.Namespace, path: str) -> None:
     progress = LoadProgress(sys.stdout)
     async with open_engine(args, path, progress) as engine:
         progress.clear()
+        for note in engine_notes(engine):
+            print(f"  note: {note}")
         answers = await _ask_everyone(engine, args.max_tokens)
         fresh = await _measure_without_reuse(engine, args.max_tokens, _QUICK if args.quick else range(len(QUESTIONS)))
     rows = [
@@ -96,13 +100,13 @@ async def _demo(args: argparse.Namespace, path: str) -> None:
 
 async def _ask_everyone(engine: Any, max_tokens: int) -> list[Generation]:
     """Answers in the order of the questions."""
-    print("\n1. The first customer. Nothing is known yet, so the instructions are read in full.\n")
+    print("\n1. The first customer. Nothing is known yet: all is read, which takes some seconds.\n")
     answers = [await _ask_alone(engine, 0, max_tokens)]
 
     print("\n2. Eight customers at the same moment. They share what the first one left behind.\n")
     answers += await _ask_together(engine, _TOGETHER, max_tokens)
 
-    print("\n3. Three more, one after the other. The last asks what the first one asked, word for word.\n")
+    print("\n3. Three more, one by one. The last asks what the first one asked, word for word.\n")
     for index in range(_TOGETHER.stop, len(QUESTIONS)):
         answers.append(await _ask_alone(engine, index, max_tokens))
     return answers
@@ -173,14 +177,16 @@ async def _ask_together(engine: Any, indexes: Sequence[int], max_tokens: int) ->
 async def _measure_without_reuse(engine: Any, max_tokens: int, indexes: Sequence[int]) -> dict[int, Generation]:
     """The same requests with reuse switched off, one at a time; index -> answer."""
     terminal = is_terminal(sys.stdout)
-    print(f"\n4. For comparison: {len(indexes)} of the {len(QUESTIONS)} requests again with reuse switched off, really")
-    print("   run, one at a time. Each reads the instructions from the start, so this takes a while.\n", flush=True)
+    which = f"all {len(QUESTIONS)}" if len(indexes) == len(QUESTIONS) else f"{len(indexes)} of the {len(QUESTIONS)}"
+    print(f"\n4. For comparison, {which} requests again with reuse switched off: really run,")
+    print("   one at a time. Each reads everything from the start, so this takes a while.\n", flush=True)
+    no_reuse = dataclasses.replace(engine.reuse, mode="off")
     fresh: dict[int, Generation] = {}
     for count, index in enumerate(indexes, start=1):
         if terminal:
             print(f"\r\x1b[2K  request #{index + 1} ({count} of {len(indexes)}) ...", end="", flush=True)
         fresh[index] = await engine.generate(
-            messages=_messages(QUESTIONS[index]), max_tokens=max_tokens, reuse=ReusePolicy(mode="off")
+            messages=_messages(QUESTIONS[index]), max_tokens=max_tokens, reuse=no_reuse
         )
         ttft = format_seconds(fresh[index].timing.ttft_s)
         start = "\r\x1b[2K" if terminal else ""

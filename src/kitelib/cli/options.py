@@ -20,6 +20,7 @@ __all__ = [
     "add_engine_options",
     "add_model_argument",
     "add_sampling_options",
+    "engine_notes",
     "open_engine",
     "resolve_model",
     "sampling_options",
@@ -128,3 +129,8 @@ def open_engine(args: argparse.Namespace, path: str, progress: Progress) -> Abst
         reuse=ReusePolicy(numerics=args.numerics),
         progress=progress,
     )
+
+
+def engine_notes(engine: KiteEngine) -> list[str]:
+    """What the engine found out about this model on this machine that a person may want to know."""
+    return [str(note) for note in engine.stats()["notes"]]

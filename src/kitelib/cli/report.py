@@ -46,7 +46,7 @@ def comparison(rows: Sequence[Row]) -> str:
                 "-" if fresh_s is None else format_factor(fresh_s, ttft_s),
             )
         )
-    legend = "prompt, cached: tokens; TTFT: time to first token; no reuse: TTFT of the same request without reuse"
+    legend = "prompt, cached: tokens. TTFT: time to first token. no reuse: TTFT without reuse."
     return f"{format_table(header, cells, left=(1,))}\n\n{legend}"
 
 
@@ -74,7 +74,5 @@ def totals(rows: Sequence[Row]) -> str:
             f"Token for token the same answer with and without reuse: {equal} of {len(measured)} "
             f"(exactness: {', '.join(exactness)})."
         )
-        lines.append(
-            "The side without reuse was measured one request at a time, also for those that were asked together."
-        )
+        lines.append("Without reuse, requests were measured one at a time, also those asked together before.")
     return "\n".join(lines)

@@ -125,8 +125,7 @@ class ContextMemory:
 
     def _learn_branch_point(self, run: Run, source: Run | None, base: int) -> None:
         """Prompts part inside a block here: keeping the part before it lets the next one start right there."""
-        size = self.backend.info.block_tokens
-        if source is not None and base % size and run.computed == base:
+        if source is not None and base % self.backend.info.block_tokens and run.computed == base:
             run.tail_ends.append(base)
             self.saver.note(run, tail=False)
 

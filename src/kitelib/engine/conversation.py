@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from kitelib.abc import Message
@@ -56,13 +57,14 @@ class Conversation:
         self._append(message, gen)
         return gen
 
-    async def stream(self, content: str | Message, **options: Any) -> AsyncIterator[Chunk]:
+    async def stream(self, content: str | Message, **options: Any) -> AsyncGenerator[Chunk, None]:
         """Like `send`, in chunks; the last one carries the `generation`."""
         message, prompt = await self._turn(content)
-        async for chunk in self._engine.stream(prompt, **{**self._options, **options}):
-            if chunk.generation is not None:
-                self._append(message, chunk.generation)
-            yield chunk
+        async with aclosing(self._engine.stream(prompt, **{**self._options, **options})) as chunks:
+            async for chunk in chunks:
+                if chunk.generation is not None:
+                    self._append(message, chunk.generation)
+                yield chunk
 
     def _append(self, message: Message, gen: Generation) -> None:
         self.messages += [message, {"role": "assistant", "content": gen.text}]

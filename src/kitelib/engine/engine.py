@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import atexit
 import dataclasses
+import operator
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kitelib.abc import Message
-from kitelib.config import AdapterConfig, PoolConfig, ReusePolicy, SamplingParams
+from kitelib.config import AdapterConfig, KiteConfig, PoolConfig, ReusePolicy, SamplingParams
 from kitelib.engine.gate import Gate
 from kitelib.engine.loading import Loader
 from kitelib.engine.request import Request
@@ -96,6 +97,7 @@ class KiteEngine:
         kv_tokens: int | None = None,
         max_queue: int = 1024,
         cache_dir: str | os.PathLike[str] | None = None,
+        config: KiteConfig | None = None,
         progress: Progress | None = None,
     ) -> _Opening:
         """Opens an engine: ``async with KiteEngine.open(...) as engine`` or ``engine = await KiteEngine.open(...)``.
@@ -115,12 +117,18 @@ class KiteEngine:
             kv_tokens: most tokens of all sequences together; None takes four times n_ctx if memory allows.
             max_queue: requests that may wait; one more raises `EngineOverloadedError`.
             cache_dir: folder for digests and self-test results; None means the user's cache folder.
+            config: a configuration file; gives the pool (so leave out `pool`), and block sizes where `block_tokens`
+                does not.
             progress: called from a worker thread with what is being done and its share, 0 to 1.
 
         Raises:
             ModelNotFoundError, ModelFormatError, BackendError: the model can't be loaded.
             ConfigError, UnsupportedOptionError, MissingExtraError: an option does not fit.
         """
+        if config is not None:
+            if pool is not None:
+                raise ConfigError("pool= and config= are both given, but config has the pool (ru_pool); leave one out")
+            pool = config.to_pool_config()
         loader = Loader(
             model=os.fspath(model),
             backend=backend,
@@ -131,6 +139,7 @@ class KiteEngine:
             threads=threads,
             max_sequences=16 if max_sequences is None else max_sequences,
             block_tokens=block_tokens,
+            block_table={} if config is None else config.ru_slicing,
             adapters=dict(adapters or {}),
             numerics=(reuse or ReusePolicy()).numerics,
             cache_dir=None if cache_dir is None else Path(cache_dir),
@@ -218,7 +227,7 @@ class KiteEngine:
         deadline: float | None = None,
         priority: int = 0,
         **options: Any,
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         """Like `generate`, but yields chunks as they come; the last chunk carries the whole `generation`.
 
         Leaving the loop early ends the request; with ``contextlib.aclosing`` it ends at once.
@@ -236,7 +245,7 @@ class KiteEngine:
         adapter: str | None,
         deadline: float | None,
         priority: int,
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         async with self._gate.enter():
             mailbox: Mailbox[Any] = Mailbox()
             request = await self._request(
@@ -294,11 +303,9 @@ class KiteEngine:
         serving = self._current
         policy = self.reuse if reuse is None else reuse
         self._check_policy(policy)
-        if adapter is not None and adapter not in serving.backend.adapter_states:
-            known = ", ".join(sorted(serving.backend.adapter_states)) or "none"
-            raise UnknownAdapterError(f"no adapter is called {adapter!r}; this engine has: {known}")
-        if deadline is not None and not deadline > 0:
-            raise InvalidRequestError(f"deadline is {deadline!r}; give a positive number of seconds, or None")
+        self._check_adapter(adapter)
+        _check_urgency(deadline, priority)
+        epoch = self.pool.epoch
         tokens = await self._tokens(prompt, messages, tools)
         self._check_sampling(params)
         constraint = None
@@ -327,11 +334,14 @@ class KiteEngine:
             constraint=constraint,
             deliver=mailbox.put,
             streaming=streaming,
+            epoch=epoch,
             prefix=prefix,
             created=created,
         )
 
     def _check_policy(self, policy: ReusePolicy) -> None:
+        if not isinstance(policy, ReusePolicy):
+            raise InvalidRequestError(f"reuse is {policy!r}; give a ReusePolicy, such as ReusePolicy(mode='off')")
         if policy.mode == "semantic":
             raise UnsupportedOptionError(
                 "ReusePolicy.mode is 'semantic', which this release does not have; use 'exact'"
@@ -341,6 +351,12 @@ class KiteEngine:
                 "a call asks for numerics='bitwise', but the engine was opened with 'standard'; "
                 "open it with reuse=ReusePolicy(numerics='bitwise')"
             )
+
+    def _check_adapter(self, adapter: str | None) -> None:
+        states = self._current.backend.adapter_states
+        if adapter is not None and adapter not in states:
+            known = ", ".join(sorted(states)) or "none"
+            raise UnknownAdapterError(f"no adapter is called {adapter!r}; this engine has: {known}")
 
     def _check_sampling(self, params: SamplingParams) -> None:
         info = self._current.backend.info
@@ -384,6 +400,8 @@ class KiteEngine:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
         """Token ids of a rendered chat, up to where the assistant's answer starts."""
+        if isinstance(messages, (list, tuple)) and not messages:
+            raise EmptyPromptError("messages is empty; give at least one message")
         if isinstance(messages, (str, bytes)) or not messages:
             raise InvalidRequestError("messages must be a non-empty list of mappings with 'role' and 'content'")
         backend = self._current.backend
@@ -402,6 +420,18 @@ class KiteEngine:
         """A chat as the model's template renders it."""
         backend = self._current.backend
         return await self._door.run(lambda: str(backend.render_chat(messages, tools)))
+
+    def fingerprint_configs(
+        self, *, reuse: ReusePolicy | None = None, adapter: str | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """`model_config` and `runtime_config` for `kitelib.yoco.compute_computation_fingerprint`, for requests with
+        this policy and this adapter. They hold until the model is reloaded.
+
+        Raises:
+            UnknownAdapterError: the engine was not opened with that adapter.
+        """
+        self._check_adapter(adapter)
+        return self._current.fingerprint_configs(self.reuse if reuse is None else reuse, adapter)
 
     # Managing what is kept
 
@@ -451,7 +481,7 @@ class KiteEngine:
         """
         serving = self._current
         cleared = await self.pool.clear()
-        context = await serving.on_model_thread(lambda: serving.memory.invalidate(serving.scheduler.active_runs()))
+        context = await serving.on_model_thread(lambda: serving.memory.invalidate(serving.scheduler.open_runs()))
         return {"context": context, **cleared}
 
     async def reload(
@@ -552,7 +582,8 @@ class _Opening:
         self._engine: KiteEngine | None = None
 
     async def _open(self) -> KiteEngine:
-        engine = KiteEngine(*self._arguments)
+        # In a thread: how much the pool may hold is read from the system's files.
+        engine = await ThreadDoor().run(lambda: KiteEngine(*self._arguments))
         await engine._start()
         return engine
 
@@ -616,6 +647,8 @@ class _ChatStream:
 
 
 def _sampling(sampling: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
+    if sampling is not None and not isinstance(sampling, SamplingParams):
+        raise InvalidSamplingError(f"sampling is {sampling!r}; give a SamplingParams, or the options as keywords")
     if not options:
         return sampling or SamplingParams()
     unknown = sorted(set(options) - _SAMPLING_FIELDS)
@@ -630,12 +663,29 @@ def _sampling(sampling: SamplingParams | None, options: Mapping[str, Any]) -> Sa
     return SamplingParams(**options)
 
 
+def _check_urgency(deadline: Any, priority: Any) -> None:
+    number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
+    if deadline is not None and not (number and deadline > 0):
+        raise InvalidRequestError(f"deadline is {deadline!r}; give a positive number of seconds, or None")
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidRequestError(f"priority is {priority!r}; give a whole number, higher for sooner")
+
+
 def _checked_ids(prompt: Any, vocab_size: int) -> list[int]:
     try:
-        ids = [int(token) for token in prompt]
-    except (TypeError, ValueError):
-        raise InvalidRequestError(f"a prompt must be a str or token ids, not {type(prompt).__name__}") from None
+        if isinstance(prompt, (bytes, bytearray)):
+            raise TypeError
+        # Not int(): a float or a digit string is a mistake, and would be cut to some other token.
+        ids = [operator.index(token) for token in prompt]
+    except TypeError:
+        raise InvalidRequestError(
+            f"a prompt must be a str or a flat list of token ids, not {_shorten(repr(prompt))}"
+        ) from None
     for token in ids:
         if not 0 <= token < vocab_size:
             raise InvalidRequestError(f"the prompt holds token id {token}; this model has 0 to {vocab_size - 1}")
     return ids
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class Loader:
     threads: int | None
     max_sequences: int
     block_tokens: int | None
+    block_table: Mapping[str, int]
     adapters: dict[str, str | AdapterConfig]
     numerics: Numerics
     cache_dir: Path | None
@@ -58,6 +59,7 @@ class Loader:
             threads=self.threads,
             max_sequences=self.max_sequences,
             block_tokens=self.block_tokens,
+            block_table=self.block_table,
             numerics=self.numerics,
             adapters={name: _adapter(name, each) for name, each in self.adapters.items()},
             cache_dir=self.cache_dir,

@@ -113,7 +113,9 @@ class Outputs:
             for each in branches
         ]
         first = choices[0]
-        cached = len(request.prompt) if request.zero_prefill else request.context_tokens + request.pool_tokens
+        # A choice that ended with its first token never asked for the prompt's KV.
+        untouched = request.zero_prefill and request.admitted_at is None
+        cached = len(request.prompt) if untouched else request.context_tokens + request.pool_tokens
         first_token_at = request.first_token_at or now
         return Generation(
             text=first.text,
@@ -150,7 +152,8 @@ def _note(request: Request, tiers: dict[str, int], cached: int, notes: Sequence[
         return "reuse was off for this request"
     computed = len(request.prompt) - cached
     if request.zero_prefill:
-        return "the whole prompt was known: the first token came from stored logits, without a model step"
+        again = f"; {computed} prompt tokens were computed again for what followed" if computed else ""
+        return f"the whole prompt was known: the first token came from stored logits, without a model step{again}"
     if not tiers:
         reason = f" ({notes[0]})" if notes else ""
         return f"nothing was reused: {computed} prompt tokens computed{reason}"

@@ -68,6 +68,7 @@ class Request:
         deadline: on `time.monotonic`, or None.
         deliver: takes a `Chunk`, a `Generation` or an exception on the event loop.
         streaming: whether chunks are wanted before the end.
+        epoch: the pool's epoch before it was asked; a request from before an invalidation leaves nothing behind.
         context_tokens, pool_tokens: prompt tokens reused from either, at first admission.
         first_computed: when the first own work was admitted; None before.
     """
@@ -84,6 +85,7 @@ class Request:
     constraint: Constraint | None
     deliver: Deliver
     streaming: bool
+    epoch: int
     prefix: PooledPrefix = EMPTY_PREFIX
     created: float = dataclasses.field(default_factory=time.monotonic)
     number: int = dataclasses.field(default_factory=lambda: next(_REQUEST_IDS))

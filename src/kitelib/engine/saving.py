@@ -75,7 +75,8 @@ class Saver:
         run.saved = max(run.saved, last * size)
         if last == full:
             for end in run.tail_ends:
-                self._save_tail(run, end)
+                if end <= run.computed:
+                    self._save_tail(run, end)
             self.forget(run)
 
     def save_logits(self, request: Request, run: Run, logits: npt.NDArray[np.float32]) -> None:

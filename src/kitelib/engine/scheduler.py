@@ -116,6 +116,10 @@ class Scheduler:
         """Runs of the active branches. Model's thread only."""
         return [branch.run for branch in self._active]
 
+    def open_runs(self) -> list[Run]:
+        """Runs of all branches that have not ended. Model's thread only."""
+        return [branch.run for branch in [*self._waiting, *self._active]]
+
     # The thread
 
     def run(self) -> None:
@@ -125,6 +129,7 @@ class Scheduler:
             while self._stopping is None:
                 self._drain_inbox()
                 self._expire()
+                self._port.flush()  # a first token from stored logits does not wait for the step
                 self._admit()
                 self._step()
                 self._memory.saver.save_some(_SAVED_BLOCKS_PER_STEP if self._active else _SAVED_BLOCKS_IDLE)
@@ -196,9 +201,8 @@ class Scheduler:
             self._enqueue(branch)
 
     def _new_branch(self, request: Request, index: int) -> Branch:
-        run = Run(
-            list(request.prompt), request.chain.copy(), request.reuses, self._memory.epoch(), adapter=request.adapter
-        )
+        shared = request.reuses and request.epoch == self._memory.epoch()
+        run = Run(list(request.prompt), request.chain.copy(), shared, request.epoch, adapter=request.adapter)
         branch = self._outputs.new_branch(request, index, run)
         request.branches.append(branch)
         return branch
@@ -304,6 +308,7 @@ class Scheduler:
         self._active.append(branch)
         branch.prefix = EMPTY_PREFIX
         self._note_admission(branch, *started)
+        self._learn_branch_point(branch)
         if run.shared:
             size = self._backend.info.block_tokens
             for fingerprint in run.chain.fingerprints[run.computed // size :]:
@@ -330,6 +335,14 @@ class Scheduler:
             request.context_tokens = min(context_tokens, prompt)
             request.pool_tokens = min(context_tokens + pool_tokens, prompt) - request.context_tokens
 
+    def _learn_branch_point(self, branch: Branch) -> None:
+        """An earlier prompt went the same way up to inside a block that nobody keeps: this run will."""
+        divergence = branch.request.divergence
+        if divergence is not None and branch.run.shared and not branch.new_tokens:
+            position = divergence.position
+            if position > branch.run.computed and position % self._backend.info.block_tokens:
+                branch.run.tail_ends.append(position)
+
     def _stop_computing(self, branch: Branch) -> None:
         for fingerprint in branch.run.chain.fingerprints:
             if self._computing.get(fingerprint) is branch:
@@ -350,7 +363,6 @@ class Scheduler:
             )
             for branch, count in work
         ]
-        self.counters.steps += 1
         try:
             result = self._backend.step(items)
         except BackendStepError as error:
@@ -359,6 +371,8 @@ class Scheduler:
                 self._memory.drop(branch.run)
                 self._fail(branch.request, error)
             return
+        finally:
+            self.counters.steps += 1  # afterwards: who sees a first token sees the steps that it took
         for (branch, count), logits in zip(work, result.logits, strict=True):
             branch.run.computed += count
             self._memory.computed(branch.run)

@@ -15,7 +15,7 @@ from kitelib.engine.output import Outputs
 from kitelib.engine.request import Branch
 from kitelib.engine.saving import Saver
 from kitelib.engine.scheduler import Scheduler
-from kitelib.errors import EngineClosedError, KiteError
+from kitelib.errors import EngineClosedError, KiteError, UnsupportedOptionError
 from kitelib.fingerprint import Fingerprint, root_fingerprint
 from kitelib.runtime.streams import LoopPort
 from kitelib.runtime.supervisor import Supervisor
@@ -35,6 +35,7 @@ class Serving:
     planner: Planner
     memory: ContextMemory
     scheduler: Scheduler
+    port: LoopPort
     thread: ModelThread
     namespace_secret: bytes | None
     _constraints: ConstraintFactory | None = None
@@ -65,7 +66,7 @@ class Serving:
         scheduler = Scheduler(memory, outputs, port, ask_pool)
         thread = ModelThread("kite-model", scheduler.run)
         thread.start()
-        return cls(backend, planner, memory, scheduler, thread, config.namespace_secret)
+        return cls(backend, planner, memory, scheduler, port, thread, config.namespace_secret)
 
     def root(self, policy: ReusePolicy, adapter: str | None) -> Fingerprint:
         """Where the fingerprints of a tenant's requests start."""
@@ -80,6 +81,25 @@ class Serving:
             )
         return self._roots[key]
 
+    def fingerprint_configs(self, policy: ReusePolicy, adapter: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What `root` and the chains of such requests are made of; see `KiteEngine.fingerprint_configs`."""
+        backend, info = self.backend, self.backend.info
+        model: dict[str, Any] = {
+            "model_state": info.model_state,
+            "tokenizer": lambda text: backend.tokenize(text, add_special=True),
+        }
+        runtime: dict[str, Any] = {**info.execution_path, "namespace": policy.namespace}
+        if runtime.get("block_tokens") != info.block_tokens:
+            raise UnsupportedOptionError(
+                f"the execution path of {info.name!r} does not hold its block_tokens, {info.block_tokens}, so its "
+                "fingerprints can't be computed outside the engine"
+            )
+        if self.namespace_secret is not None:
+            runtime["namespace_secret"] = _Secret(self.namespace_secret)
+        if adapter is not None:
+            runtime["adapter"] = backend.adapter_states[adapter]
+        return model, runtime
+
     def constraint(self, params: SamplingParams) -> Constraint | None:
         """The compiled constraint of a request. Blocks; the first one reads the whole vocabulary."""
         with self._constraints_lock:
@@ -93,12 +113,12 @@ class Serving:
 
     async def on_model_thread(self, job: Callable[[], int]) -> int:
         """The result of a job run between two steps."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[int] = loop.create_future()
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
         def run() -> None:
             result = job()
-            loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(result))
+            # Through the port, after what the job itself sends.
+            self.port.add(lambda: None if future.done() else future.set_result(result))
 
         self.scheduler.call(run)
         if self.scheduler.ended:
@@ -110,3 +130,14 @@ class Serving:
         self.scheduler.stop(reason)
         await self.thread.join()
         self.backend.close()
+
+
+class _Secret(bytes):
+    """Bytes that can be used, but are not shown where a mapping that holds them is printed."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "<secret>"
+
+    __str__ = __repr__

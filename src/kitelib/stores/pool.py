@@ -9,8 +9,8 @@ from typing import Any
 
 from kitelib.abc import Codec
 from kitelib.config import PoolConfig
-from kitelib.errors import FormatError, UnsupportedOptionError
-from kitelib.fingerprint import store_key
+from kitelib.errors import FormatError, InvalidRequestError, UnsupportedOptionError
+from kitelib.fingerprint import FINGERPRINT_BYTES, store_key
 from kitelib.fingerprint.chain import model_key
 from kitelib.runtime.limits import default_pool_bytes
 from kitelib.runtime.threads import ThreadDoor
@@ -41,7 +41,7 @@ class RUPool:
 
     Attributes:
         epoch: freshness epoch; units written before the last `clear` carry a lower one and are never given out.
-        refused: units that failed a check on reading.
+        refused: units that failed a check on reading, and reads that a tier failed.
     """
 
     def __init__(self, config: PoolConfig, door: ThreadDoor) -> None:
@@ -51,7 +51,7 @@ class RUPool:
                     f"PoolConfig.{name} is {getattr(config, name)!r}, but this release only has the memory tier; leave it None"
                 )
         limit = default_pool_bytes() if config.memory_bytes is None else config.memory_bytes
-        self.memory = MemoryStore(limit)
+        self.memory = MemoryStore(limit, ttl_s=config.ttl_seconds)
         self.epoch = 0
         self.refused = 0
         self._enabled = limit > 0
@@ -74,11 +74,23 @@ class RUPool:
 
     async def leading_run(self, wanted: Sequence[Wanted]) -> int:
         """How many of the first units exist in some tier, unchecked."""
-        return await self.memory.leading_run([each.key for each in wanted]) if wanted else 0
+        if not wanted:
+            return 0
+        try:
+            return await self.memory.leading_run([each.key for each in wanted])
+        except Exception:  # noqa: BLE001 - whatever a tier does, a request only misses
+            self._note_failure("leading_run")
+            return 0
 
     async def fetch_run(self, wanted: Sequence[Wanted]) -> list[RecyclableUnit]:
         """The verified units of the leading run: cut at the first miss or the first unit that fails a check."""
-        values = await self.memory.get_many([each.key for each in wanted])
+        if not wanted:
+            return []
+        try:
+            values = await self.memory.get_many([each.key for each in wanted])
+        except Exception:  # noqa: BLE001 - as above
+            self._note_failure("get_many")
+            return []
         pairs = []
         for each, value in zip(wanted, values, strict=True):
             if value is None:
@@ -93,7 +105,7 @@ class RUPool:
                 unit = unpack(value, expected=wanted.expected, hmac_key=self._hmac_key)
                 if unit.epoch < self.epoch:
                     raise FormatError(f"the unit is of epoch {unit.epoch}, the pool of epoch {self.epoch}")
-            except FormatError as error:
+            except Exception as error:  # noqa: BLE001 - bytes from a store may break anything that reads them
                 # A damaged unit is a miss for itself and all after it, and is not offered again.
                 _LOG.warning("dropped a unit: %s", error)
                 self.refused += 1
@@ -101,6 +113,10 @@ class RUPool:
                 break
             units.append(unit)
         return units
+
+    def _note_failure(self, operation: str) -> None:
+        _LOG.exception("%s of the memory tier failed", operation)
+        self.refused += 1
 
     def encode(self, unit: RecyclableUnit) -> tuple[str, bytes]:
         """Key and stored form of a unit. Any thread."""
@@ -112,9 +128,15 @@ class RUPool:
         if epoch == self.epoch:
             await self.memory.put_many(items)
 
-    async def get_rus_by_cf(self, cf: bytes) -> list[RecyclableUnit]:
-        """All units whose fingerprint is `cf`, of any kind and model; for people and tools, not for attaching."""
-        digits = cf.hex()
+    async def get_rus_by_cf(self, cf: bytes | str) -> list[RecyclableUnit]:
+        """All units whose fingerprint is `cf`, of any kind and model; for people and tools, not for attaching.
+
+        Raises:
+            InvalidRequestError: `cf` is neither 32 bytes nor 64 hexadecimal digits.
+        """
+        digits = cf.lower() if isinstance(cf, str) else cf.hex()
+        if len(digits) != 2 * FINGERPRINT_BYTES:
+            raise InvalidRequestError(f"the fingerprint {digits!r} has {len(digits)} digits; give 64, or 32 bytes")
         found = []
         for key in self.memory.keys():  # noqa: SIM118 - a method of the store, not a mapping
             if key.endswith(digits):

@@ -72,3 +72,16 @@ def test_totals_admit_an_answer_that_differs(finished):
 def test_totals_without_a_comparison_claim_nothing(finished):
     text = totals([Row(1, "First?", finished(), None)])
     assert "without reuse" not in text
+
+
+def test_the_demo_from_beginning_to_end(kite):
+    done = kite("demo", "--quick", "--threads", "1", "--max-tokens", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [line.split() for line in done.stdout.partition("factor\n")[2].splitlines()[1:13]]
+    assert [int(row[0]) for row in rows] == list(range(1, 13))
+    for question in QUESTIONS:
+        assert f" {question}\n" in done.stdout
+    assert "no model step before it" in done.stdout
+    assert "no model step at all: 1." in done.stdout
+    assert "3 of 3 (exactness: bitwise)" in done.stdout
+    assert "Next:" in done.stdout

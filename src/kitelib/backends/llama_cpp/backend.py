@@ -17,9 +17,10 @@ from kitelib.backends.llama_cpp.build_id import library_digest
 from kitelib.backends.llama_cpp.context import ContextOptions, LlamaContext
 from kitelib.backends.llama_cpp.library import default_threads, load_library, spin_note
 from kitelib.backends.llama_cpp.model import GGUFModel
+from kitelib.backends.llama_cpp.model_state import model_state
 from kitelib.backends.llama_cpp.selftest import PLANS, RowPlan, find_plan
 from kitelib.backends.llama_cpp.template import ChatTemplate
-from kitelib.config import AdapterConfig, Numerics
+from kitelib.config import AdapterConfig, Numerics, block_tokens_of
 from kitelib.errors import BackendError, ConfigError, FormatError, UnknownAdapterError
 from kitelib.fingerprint import encode_fields
 from kitelib.runtime.limits import available_memory_bytes
@@ -47,6 +48,7 @@ class LlamaCppOptions:
         threads: threads of a step; None leaves one core to the application.
         max_sequences: sequences that run at once; default 16.
         block_tokens: tokens in a block; None chooses by architecture (llama 16, qwen 32, phi 8, else 16).
+        block_table: prefix of an architecture's name -> tokens in a block; goes before that choice.
         numerics: what to ask the load-time self-test for.
         adapters: name -> LoRA adapter.
         cache_dir: where digests and self-test results are remembered; None means the user's cache folder.
@@ -57,6 +59,7 @@ class LlamaCppOptions:
     threads: int | None = None
     max_sequences: int = 16
     block_tokens: int | None = None
+    block_table: Mapping[str, int] = dataclasses.field(default_factory=dict)
     numerics: Numerics = "bitwise"
     adapters: Mapping[str, AdapterConfig] = dataclasses.field(default_factory=dict)
     cache_dir: Path | None = None
@@ -224,12 +227,13 @@ class _Loader:
         return wanted
 
     def _block_tokens(self) -> int:
-        wanted = self._options.block_tokens
+        wanted, option, architecture = self._options.block_tokens, "block_tokens", self._model.architecture
         if wanted is None:
-            architecture = self._model.architecture
-            return next((size for name, size in _BLOCK_TOKENS.items() if architecture.startswith(name)), 16)
+            wanted, option = block_tokens_of(self._options.block_table, architecture), "ru_slicing"
+        if wanted is None:
+            return block_tokens_of(_BLOCK_TOKENS, architecture) or 16
         if wanted < 1 or wanted > 256 or (self._model.n_swa and wanted > self._model.n_swa):
-            raise ConfigError(f"block_tokens is {wanted}; give 1 to {min(256, self._model.n_swa or 256)}")
+            raise ConfigError(f"{option} is {wanted}; give 1 to {min(256, self._model.n_swa or 256)}")
         return wanted
 
     def _context_options(self, plan: RowPlan, capacity: int, block_tokens: int) -> ContextOptions:
@@ -359,7 +363,7 @@ class _Loader:
             end_token_ids=frozenset(model.end_token_ids),
             block_tokens=block_tokens,
             block_bytes=block_tokens * (layout.token_bytes if layout else 0),
-            model_state=hashlib.sha256(encode_fields("kite.model", model.weights_digest, "kv-float16")).digest(),
+            model_state=model_state(model.weights_digest),
             execution_path=path,
             numerics="bitwise" if plan else "standard",
             reuse_blocks=layout is not None,

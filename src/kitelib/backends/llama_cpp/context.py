@@ -362,6 +362,8 @@ class LlamaContext:
         record = self._sequences[sequence]
         start = len(record.cells)
         total = sum(payload.num_tokens for payload in payloads)
+        if not total:
+            return  # the library refuses an empty state
         try:
             blob = self.layout.join(start, payloads)
             self._make_room(total)

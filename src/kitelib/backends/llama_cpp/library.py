@@ -7,7 +7,7 @@ Three things are settled here, because they can't be settled later:
   time slices per region (`tests/benchmarks/threads.py` measures it). The runtime reads its settings once, when it
   is loaded, so they are put into the C environment around the load and taken out again.
 * **The log.** libllama has one log callback per process. Lines go to the logger ``kitelib.llama_cpp`` (warnings
-  and errors as WARNING, the rest as DEBUG); the last errors of a thread are kept to explain a failed call.
+  as INFO, errors as WARNING, the rest as DEBUG); the last errors of a thread are kept to explain a failed call.
 * **Compute plug-ins.** Builds with separate backend libraries (``GGML_BACKEND_DL``, as packaged for Termux) load
   them from the folder of libllama.
 
@@ -47,6 +47,7 @@ _OPENMP_FILE = re.compile(r"lib(?:gomp|omp|iomp5)\b[^/]*\.so[.\d]*$")
 _OPENMP_NEEDED = re.compile(rb"\0(lib(?:gomp|omp|iomp5)\b[\w.+-]*\.so[.\d]*)(?=\0)")
 _LEVEL_CONTINUE = 5
 _LEVEL_WARN = 3
+_LOG_LEVELS = {_LEVEL_WARN: logging.INFO, 4: logging.WARNING}
 
 _lock = threading.Lock()
 
@@ -264,7 +265,8 @@ def _emit(logger: logging.Logger, state: _ThreadLog) -> None:
     serious = _LEVEL_WARN <= state.level < _LEVEL_CONTINUE
     if serious:
         state.errors.append(line)
-    logger.log(logging.WARNING if serious else logging.DEBUG, "%s", line)
+    # Its warnings are mostly remarks on settings that are meant to be so; what matters is raised as an exception.
+    logger.log(_LOG_LEVELS.get(state.level, logging.DEBUG), "%s", line)
 
 
 # -- threads --------------------------------------------------------------------------------------------------------

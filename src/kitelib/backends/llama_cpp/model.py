@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import hashlib
 import math
 import os
 import pathlib
@@ -16,6 +15,7 @@ from typing import Any
 from kitelib.backends.llama_cpp.digest import content_digest, file_state
 from kitelib.backends.llama_cpp.gguf import GGUFSummary, check_file, split_paths
 from kitelib.backends.llama_cpp.library import captured_errors, load_library
+from kitelib.backends.llama_cpp.model_state import weights_digest
 from kitelib.backends.llama_cpp.runs import MAX_RUN_CHARS, cut_long_runs
 from kitelib.config import AdapterConfig
 from kitelib.errors import (
@@ -141,12 +141,12 @@ class GGUFModel:
             check_file(file)
         library = load_library()
         before = [file_state(file) for file in files]
-        weights_digest = _weights_digest(files, cache_dir, _part(progress, 0.0, 0.5))
+        digest = weights_digest(files, cache_dir, _part(progress, 0.0, 0.5))
         handle = _load_weights(library, summary, _part(progress, 0.5, 1.0), use_mmap, vocab_only)
         try:
             _check_unchanged(files, before)
             _refuse_other_models(library, handle, summary)
-            model = cls(library, handle, summary, weights_digest)
+            model = cls(library, handle, summary, digest)
             for name, config in (adapters or {}).items():
                 model.adapters[name] = _load_adapter(library, model, name, config, cache_dir)
         except BaseException:
@@ -279,14 +279,6 @@ def _part(progress: Progress | None, start: float, end: float) -> Progress | Non
     if progress is None:
         return None
     return lambda fraction: progress(start + (end - start) * fraction)
-
-
-def _weights_digest(files: Sequence[pathlib.Path], cache_dir: pathlib.Path | None, progress: Progress | None) -> bytes:
-    digests = [
-        content_digest(file, cache_dir, _part(progress, index / len(files), (index + 1) / len(files)))
-        for index, file in enumerate(files)
-    ]
-    return digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()
 
 
 def _check_unchanged(files: Sequence[pathlib.Path], before: Sequence[Mapping[str, int]]) -> None:

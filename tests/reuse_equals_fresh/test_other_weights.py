@@ -1,0 +1,159 @@
+"""After the weights or an adapter changed, nothing that the old ones computed is ever used."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.answers import answer, cold_answer, evict_to_pool, prompt_of
+from tests.support.gguf_files import modified_copy, write_lora
+
+from kitelib import AdapterConfig, KiteEngine
+
+GREEDY = {"max_tokens": 6, "logprobs": 3, "ignore_eos": True}
+SMALL = {"n_ctx": 256, "kv_tokens": 256}
+Answer = list[Mapping[str, Any]]
+OpenEngine = Callable[..., Any]
+
+
+async def warm(engine: KiteEngine, prompts: list[list[int]], **options: Any) -> list[Answer]:
+    """Answers with everything known afterwards, in the context and in the pool."""
+    found = [answer(await engine.generate(prompt, **GREEDY, **options)) for prompt in prompts]
+    await engine.flush()
+    for prompt in prompts:
+        gen = await engine.generate(prompt, max_tokens=1, **options)
+        assert gen.reuse.zero_prefill
+    return found
+
+
+async def cold(open_engine: OpenEngine, model: Path, prompts: list[list[int]], **options: Any) -> list[Answer]:
+    """Answers of an engine that never held other weights."""
+    adapters = options.pop("adapters", None)
+    async with open_engine(model, adapters=adapters, **SMALL) as engine:
+        return [await cold_answer(engine, prompt, **GREEDY, **options) for prompt in prompts]
+
+
+async def check_fresh(engine: KiteEngine, prompts: list[list[int]], expected: list[Answer], **options: Any) -> None:
+    """The first time nothing is known, the second time what is known is right."""
+    for prompt, each in zip(prompts, expected, strict=True):
+        gen = await engine.generate(prompt, **GREEDY, **options)
+        assert (answer(gen), gen.usage.cached_tokens) == (each, 0)
+    await evict_to_pool(engine)
+    for prompt, each in zip(prompts, expected, strict=True):
+        assert answer(await engine.generate(prompt, **GREEDY, **options)) == each
+
+
+async def test_smollm2_with_one_changed_weight(
+    smollm2_path: Path, open_engine: OpenEngine, tmp_path: Path
+) -> None:
+    """The file is replaced under the same path: same name, size and modification time, one byte differs."""
+    prompts = [prompt_of(length, seed=300) for length in (1, 16, 40)]
+    path = tmp_path / "model.gguf"
+    shutil.copy2(smollm2_path, path)
+    other = modified_copy(smollm2_path, tmp_path / "other.gguf")
+    shutil.copystat(path, other)
+    expected = await cold(open_engine, other, prompts)
+    async with open_engine(path, **SMALL) as engine:
+        old = await warm(engine, prompts)
+        assert all(ours != theirs for ours, theirs in zip(old, expected, strict=True))
+        os.replace(other, path)
+        await engine.reload()
+        await check_fresh(engine, prompts, expected)
+
+
+async def test_reload_to_other_weights_and_back(
+    tiny_model: Callable[..., Path], open_engine: OpenEngine, tmp_path: Path
+) -> None:
+    prompts = [prompt_of(length, seed=301, vocab_size=2048) for length in (1, 33, 100)]
+    first, second = tiny_model("llama", 1), tiny_model("llama", 2)
+    one_byte = modified_copy(first, tmp_path / "one-byte.gguf")
+    expected = {path: await cold(open_engine, path, prompts) for path in (first, second, one_byte)}
+    assert len({repr(each) for each in expected.values()}) == 3
+    async with open_engine(first, **SMALL) as engine:
+        assert await warm(engine, prompts) == expected[first]
+        for path in (one_byte, second, first, one_byte, first):
+            await engine.reload(path)
+            await check_fresh(engine, prompts, expected[path])
+
+
+async def test_requests_around_a_reload_belong_to_one_model(
+    tiny_model: Callable[..., Path], open_engine: OpenEngine
+) -> None:
+    """Calls that began before the reload end on the old weights, later ones run on the new."""
+    prompts = [prompt_of(30 + index, seed=302, vocab_size=2048) for index in range(8)]
+    first, second = tiny_model("llama", 1), tiny_model("llama", 2)
+    old, new = await cold(open_engine, first, prompts), await cold(open_engine, second, prompts)
+    async with open_engine(first, **SMALL) as engine:
+        await warm(engine, prompts[:4])
+        before = [asyncio.create_task(engine.generate(prompt, **GREEDY)) for prompt in prompts]
+        await asyncio.sleep(0)
+        reload = asyncio.create_task(engine.reload(second))
+        await asyncio.sleep(0)
+        after = [asyncio.create_task(engine.generate(prompt, **GREEDY)) for prompt in prompts]
+        await reload
+        assert [answer(await task) for task in before] == old
+        assert [answer(await task) for task in after] == new
+
+
+@pytest.mark.parametrize("change", ["reload", "overwrite", "scale"])
+async def test_an_adapter_of_the_same_name(
+    tiny_model: Callable[..., Path], open_engine: OpenEngine, tmp_path: Path, change: str
+) -> None:
+    model = tiny_model("llama")
+    prompts = [prompt_of(length, seed=303, vocab_size=2048) for length in (1, 16, 50)]
+    old, new = (write_lora(tmp_path / f"{seed}.gguf", model, seed=seed) for seed in (1, 2))
+    changed: dict[str, AdapterConfig | str] = {"tone": str(new)}
+    if change == "scale":
+        changed = {"tone": AdapterConfig(str(old), scale=0.5)}
+    base = await cold(open_engine, model, prompts)
+    before = await cold(open_engine, model, prompts, adapters={"tone": str(old)}, adapter="tone")
+    expected = await cold(open_engine, model, prompts, adapters=changed, adapter="tone")
+    assert len({repr(base), repr(before), repr(expected)}) == 3
+    async with open_engine(model, adapters={"tone": str(old)}, **SMALL) as engine:
+        assert await warm(engine, prompts, adapter="tone") == before
+        assert await warm(engine, prompts) == base
+        if change == "overwrite":
+            shutil.copystat(old, new)
+            os.replace(new, old)
+            await engine.reload()
+        else:
+            await engine.reload(adapters=changed)
+        await check_fresh(engine, prompts, expected, adapter="tone")
+        assert [answer(await engine.generate(prompt, **GREEDY)) for prompt in prompts] == base
+
+
+async def test_adapters_beside_each_other(
+    smollm2_path: Path, smollm2_lora: Path, open_engine: OpenEngine, tmp_path: Path
+) -> None:
+    """The same prompts at once with two adapters and with none, twice: what one computed is never another's."""
+    prompts = [prompt_of(length, seed=304) for length in (17, 40)]
+    other = write_lora(tmp_path / "other.gguf", smollm2_path, seed=2)
+    adapters = {"first": str(smollm2_lora), "second": str(other)}
+    names = (None, "first", "second")
+    async with open_engine(smollm2_path, adapters=adapters, n_ctx=256, kv_tokens=512) as engine:
+        asked = [(prompt, name) for prompt in prompts for name in names]
+        expected = [await cold_answer(engine, prompt, adapter=name, **GREEDY) for prompt, name in asked]
+        assert len({repr(each) for each in expected}) == len(expected)
+        for _ in range(2):
+            gens = await asyncio.gather(*(engine.generate(prompt, adapter=name, **GREEDY) for prompt, name in asked))
+            assert [answer(gen) for gen in gens] == expected
+            await evict_to_pool(engine)
+
+
+async def test_tenants_share_nothing(tiny_model: Callable[..., Path], open_engine: OpenEngine) -> None:
+    from kitelib import ReusePolicy
+
+    prompt = prompt_of(50, seed=305, vocab_size=2048)
+    async with open_engine(tiny_model("llama"), **SMALL) as engine:
+        expected = await cold_answer(engine, prompt, **GREEDY)
+        for name in (None, "a", "b"):
+            policy = ReusePolicy(namespace=name)
+            gen = await engine.generate(prompt, reuse=policy, **GREEDY)
+            assert (answer(gen), gen.usage.cached_tokens) == (expected, 0)
+            gen = await engine.generate(prompt, reuse=policy, **GREEDY)
+            assert (answer(gen), gen.usage.cached_tokens) == (expected, 50)

@@ -1,0 +1,207 @@
+"""State blobs <-> block payloads, on layouts made up here byte by byte as the module describes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kitelib.abc import BlockPayload
+from kitelib.backends.llama_cpp.blocks import StateLayout
+from kitelib.errors import FormatError
+
+MAGIC = 0x67677371
+F16, F32, BF16, Q8_0 = 1, 0, 30, 8
+
+Segment = tuple[int, int]  # ggml type, bytes per row
+Section = list[list[Segment]]  # K of every layer, V of every layer (may be empty)
+
+PLAIN: list[Section] = [[[(F16, 8)] * 3, [(F16, 8)] * 3]]
+UNEQUAL: list[Section] = [[[(F16, 8), (F16, 16), (F16, 8)], [(F16, 4), (F16, 4), (F16, 12)]]]
+TWO_CACHES: list[Section] = [[[(F16, 8)] * 2, [(F16, 8)] * 2], [[(F16, 6)] * 5, [(F16, 6)] * 5]]
+MIXED: list[Section] = [[[(F16, 8)] * 2, [(F32, 16)] * 2]]
+QUANTIZED: list[Section] = [[[(Q8_0, 34)] * 2, [(Q8_0, 34)] * 2]]
+LATENT: list[Section] = [[[(F16, 10)] * 4, []]]
+LAYOUTS = {
+    "plain": PLAIN,
+    "unequal": UNEQUAL,
+    "two": TWO_CACHES,
+    "mixed": MIXED,
+    "quantized": QUANTIZED,
+    "latent": LATENT,
+}
+
+
+def make_blob(sections: list[Section], positions: list[int], seed: int = 0, sequence: int = 0) -> np.ndarray:
+    """A blob as `llama_state_seq_get_data` writes it."""
+    rng = np.random.default_rng(seed)
+    parts = [struct.pack("<Ii", MAGIC, sequence)]
+    for keys, values in sections:
+        parts.append(struct.pack("<II", 1, len(positions)))
+        parts += [struct.pack("<iIi", position, 1, sequence) for position in positions]
+        parts.append(struct.pack("<II", 0, len(keys)))
+        for kind, row_bytes in [*keys, *values]:
+            parts += [struct.pack("<iQ", kind, row_bytes), rng.bytes(row_bytes * len(positions))]
+    return np.frombuffer(b"".join(parts), np.uint8).copy()
+
+
+def layout_of(sections: list[Section]) -> StateLayout:
+    return StateLayout.probe(make_blob(sections, [0, 1, 2]).tobytes(), [0, 1, 2])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1000), st.lists(st.integers(1, 17), min_size=1, max_size=5), st.integers(0, 2**32))
+def test_joining_what_was_split_gives_the_blob_back(name: str, first: int, counts: list[int], seed: int) -> None:
+    layout = layout_of(LAYOUTS[name])
+    blob = make_blob(LAYOUTS[name], list(range(first, first + sum(counts))), seed)
+    payloads = layout.split(blob, first, counts)
+    assert [payload.num_tokens for payload in payloads] == counts
+    assert np.array_equal(layout.join(first, payloads), blob)
+    # Payloads do not depend on what they were cut out with: each alone is the same.
+    start = first
+    for payload in payloads:
+        (alone,) = layout.split(layout.join(start, [payload]), start, [payload.num_tokens])
+        assert np.array_equal(alone.data, payload.data)
+        start += payload.num_tokens
+
+
+def test_a_payload_holds_segment_token_row() -> None:
+    layout = layout_of(PLAIN)
+    blob = make_blob(PLAIN, list(range(7)))
+    _, payload, _ = layout.split(blob, 0, [2, 3, 2])
+    rows = payload.data.reshape(6, 3, 8)
+    for segment in range(6):
+        # outer header, section header, cells, data header, whole segments before, own header, two rows
+        offset = 8 + 8 + 7 * 12 + 8 + segment * (12 + 7 * 8) + 12 + 2 * 8
+        assert np.array_equal(rows[segment].reshape(-1), blob[offset : offset + 24])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "token_bytes"),
+    [
+        ("plain", "float16", 48),
+        ("unequal", "float16", 52),
+        ("two", "float16", 92),
+        ("mixed", "uint8", 48),
+        ("quantized", "uint8", 136),
+        ("latent", "float16", 40),
+    ],
+)
+def test_type_and_size_are_read_off_the_blob(name: str, dtype: str, token_bytes: int) -> None:
+    layout = layout_of(LAYOUTS[name])
+    assert (layout.dtype, layout.token_bytes, layout.magic) == (dtype, token_bytes, MAGIC)
+    (payload,) = layout.split(make_blob(LAYOUTS[name], [4, 5]), 4, [2])
+    item = {"float16": 2, "uint8": 1}[dtype]
+    assert (payload.dtype, payload.shape, len(payload.data)) == (dtype, (2 * token_bytes // item,), 2 * token_bytes)
+    assert payload.data.flags.c_contiguous
+    assert payload.layout == layout.layout_id
+
+
+def test_all_types_that_codecs_know_are_named() -> None:
+    assert layout_of([[[(F32, 16)], [(F32, 16)]]]).dtype == "float32"
+    assert layout_of([[[(BF16, 8)], [(BF16, 8)]]]).dtype == "bfloat16"
+
+
+def test_equal_ids_mean_equal_layouts() -> None:
+    ids = {name: layout_of(sections).layout_id for name, sections in LAYOUTS.items()}
+    assert len(set(ids.values())) == len(ids)
+    again = StateLayout.probe(make_blob(PLAIN, [5], seed=9, sequence=3).tobytes(), [5])
+    assert again.layout_id == ids["plain"]
+
+
+def test_a_payload_owns_its_bytes() -> None:
+    blob = make_blob(PLAIN, [0, 1])
+    layout = layout_of(PLAIN)
+    payloads = layout.split(blob, 0, [1, 1])
+    expected = [payload.data.copy() for payload in payloads]
+    blob[:] = 0
+    assert all(np.array_equal(a.data, b) for a, b in zip(payloads, expected, strict=True))
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("positions", [[1, 2, 3], [0, 2, 1], [0, 1, 3], [0, 0, 1]])
+def test_other_positions_are_refused(positions: list[int]) -> None:
+    with pytest.raises(FormatError, match="positions 0 to 2"):
+        layout_of(PLAIN).split(make_blob(PLAIN, positions), 0, [3])
+
+
+def test_other_positions_in_the_second_cache_only_are_refused() -> None:
+    blob = make_blob(TWO_CACHES, [0, 1])
+    layout = layout_of(TWO_CACHES)
+    second = 8 + layout.sections[0].num_bytes(2) + 8
+    blob[second : second + 4] = [9, 0, 0, 0]
+    with pytest.raises(FormatError, match="positions"):
+        layout.split(blob, 0, [2])
+
+
+@pytest.mark.parametrize("change", [-1, 1, 12])
+def test_a_blob_of_another_size_is_refused(change: int) -> None:
+    blob = make_blob(PLAIN, [0, 1, 2])
+    blob = blob[:change] if change < 0 else np.concatenate([blob, np.zeros(change, np.uint8)])
+    with pytest.raises(FormatError, match="bytes"):
+        layout_of(PLAIN).split(blob, 0, [3])
+
+
+def test_a_window_that_dropped_positions_is_refused() -> None:
+    with pytest.raises(FormatError, match="bytes"):
+        layout_of(TWO_CACHES).split(make_blob(TWO_CACHES, [1, 2]), 0, [3])
+
+
+def test_payloads_of_another_layout_or_size_are_refused() -> None:
+    layout = layout_of(PLAIN)
+    (good,) = layout.split(make_blob(PLAIN, [0, 1]), 0, [2])
+    (foreign,) = layout_of(UNEQUAL).split(make_blob(UNEQUAL, [0, 1]), 0, [2])
+    short = dataclasses.replace(good, data=good.data[:-1].copy())
+    long = dataclasses.replace(good, num_tokens=1)
+    for bad in (foreign, short, long):
+        with pytest.raises(FormatError, match="this model needs"):
+            layout.join(0, [good, bad])
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "match"),
+    [
+        (8, 2, "streams"),
+        (12, 2, "cells"),
+        (16, 7, "position 7"),
+        (20, 2, "of 2 sequences"),
+        (52, 1, "transposed"),
+        (56, 0, "number of layers 0"),
+        (56, 5000, "number of layers 5000"),
+        (60, 2**20, "type"),
+        (64, 0, "0 bytes a row"),
+        (64, 2**30, "bytes a row"),
+    ],
+)
+def test_a_blob_laid_out_in_another_way_is_not_taken_for_this_one(offset: int, value: int, match: str) -> None:
+    blob = make_blob(PLAIN, [0, 1, 2])
+    blob[offset : offset + 4] = np.frombuffer(struct.pack("<I", value), np.uint8)
+    with pytest.raises(FormatError, match=match):
+        StateLayout.probe(blob.tobytes(), [0, 1, 2])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_cut_blob_is_never_probed_as_a_whole_one(name: str) -> None:
+    blob = make_blob(LAYOUTS[name], [0, 1]).tobytes()
+    whole = StateLayout.probe(blob, [0, 1])
+    for size in range(len(blob)):
+        try:
+            layout = StateLayout.probe(blob[:size], [0, 1])
+        except FormatError:
+            continue
+        # A prefix can be a complete blob of fewer caches, or of one without V, but never pass for this model's.
+        assert layout.layout_id != whole.layout_id
+
+
+def test_joining_nothing_gives_an_empty_blob() -> None:
+    layout = layout_of(PLAIN)
+    assert len(layout.join(3, [])) == layout.num_bytes(0)
+    assert layout.split(layout.join(3, []), 3, []) == []
+    assert isinstance(layout.split(make_blob(PLAIN, [3]), 3, [1])[0], BlockPayload)

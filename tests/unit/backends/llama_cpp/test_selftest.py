@@ -1,0 +1,161 @@
+"""The self-test accepts what gives the same bits in any company, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kitelib.abc import StepResult, StepWork
+from kitelib.backends.llama_cpp.blocks import StateLayout
+from kitelib.backends.llama_cpp.context import ContextOptions, LlamaContext
+from kitelib.backends.llama_cpp.library import load_library
+from kitelib.backends.llama_cpp.model import GGUFModel
+from kitelib.backends.llama_cpp.selftest import PLANS, RowPlan, find_plan
+from kitelib.errors import BackendError, BackendStepError
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[GGUFModel]:
+    model = GGUFModel.load(tiny_model("llama"), adapters={}, cache_dir=tmp_path_factory.mktemp("cache"), progress=None)
+    yield model
+    model.close()
+
+
+class Contexts:
+    """Makes real contexts and keeps them, to see that each is closed again."""
+
+    def __init__(self, model: GGUFModel, kind: type[LlamaContext] = LlamaContext) -> None:
+        self._model = model
+        self._kind = kind
+        self.made: list[tuple[RowPlan, LlamaContext]] = []
+
+    def __call__(self, plan: RowPlan) -> LlamaContext:
+        options = ContextOptions(
+            capacity_tokens=1024,
+            max_sequences=4,
+            rows=plan.rows,
+            min_rows=plan.min_rows,
+            row_multiple=plan.row_multiple,
+            threads=1,
+            flash_attention=True,
+            block_tokens=16,
+        )
+        context = self._kind(load_library(), self._model.handle, options, adapters={})
+        sequence = context.create()
+        context.step([StepWork(sequence, [1, 2, 3], 0, False)])
+        context.layout = StateLayout.probe(context.read_range(sequence, 0, 3).tobytes(), [0, 1, 2])
+        context.release(sequence)
+        self.made.append((plan, context))
+        return context
+
+    @property
+    def plans(self) -> list[RowPlan]:
+        return [plan for plan, _ in self.made]
+
+    def all_closed(self) -> bool:
+        return all(context._handle is None for _, context in self.made)
+
+
+def test_a_plan_is_found_and_every_context_is_closed(model: GGUFModel) -> None:
+    contexts = Contexts(model)
+    plan = find_plan(contexts, PLANS, model.n_vocab)
+    assert plan in PLANS
+    assert contexts.plans == list(PLANS[: PLANS.index(plan) + 1])
+    assert contexts.all_closed()
+
+
+def test_the_answer_is_the_same_every_time(model: GGUFModel) -> None:
+    assert find_plan(Contexts(model), PLANS, model.n_vocab) == find_plan(Contexts(model), PLANS, model.n_vocab)
+
+
+class ChunkSensitive(LlamaContext):
+    """The last bit of one logit depends on how many tokens the step has."""
+
+    def step(self, work: Sequence[StepWork]) -> StepResult:
+        result = super().step(work)
+        total = sum(len(item.token_ids) for item in work)
+        for logits in result.logits:
+            if logits is not None and total % 2:
+                logits[7] = np.nextafter(logits[7], np.float32(np.inf))
+        return result
+
+
+class NeighbourSensitive(LlamaContext):
+    """The last bit of one logit depends on whether another sequence is in the step."""
+
+    def step(self, work: Sequence[StepWork]) -> StepResult:
+        result = super().step(work)
+        if len(work) > 1 and result.logits[-1] is not None:
+            result.logits[-1][7] = np.nextafter(result.logits[-1][7], np.float32(np.inf))
+        return result
+
+
+class PlaceSensitive(LlamaContext):
+    """The last bit of one logit depends on how full the cache is."""
+
+    def step(self, work: Sequence[StepWork]) -> StepResult:
+        crowded = self.used_tokens > 512
+        result = super().step(work)
+        if crowded and result.logits[-1] is not None:
+            result.logits[-1][7] = np.nextafter(result.logits[-1][7], np.float32(np.inf))
+        return result
+
+
+class KvSensitive(LlamaContext):
+    """One bit of the KV cache depends on how many steps there were; the logits do not."""
+
+    steps = 0
+
+    def step(self, work: Sequence[StepWork]) -> StepResult:
+        self.steps += 1
+        return super().step(work)
+
+    def export_range(self, *args: Any) -> Any:
+        payloads = super().export_range(*args)
+        payloads[-1].data[-1] ^= self.steps & 1
+        return payloads
+
+
+@pytest.mark.parametrize("kind", [ChunkSensitive, NeighbourSensitive, PlaceSensitive, KvSensitive])
+def test_a_single_bit_that_depends_on_the_company_fails_every_plan(model: GGUFModel, kind: type[LlamaContext]) -> None:
+    contexts = Contexts(model, kind)
+    assert find_plan(contexts, PLANS, model.n_vocab) is None
+    assert contexts.plans == list(PLANS)
+    assert contexts.all_closed()
+
+
+class FailsAbove32Rows(LlamaContext):
+    """A step fails on the larger plans."""
+
+    def step(self, work: Sequence[StepWork]) -> StepResult:
+        if self.options.rows > 32 and work[-1].logits:
+            raise BackendStepError("no such kernel")
+        return super().step(work)
+
+
+def test_a_plan_whose_steps_fail_is_passed_over(model: GGUFModel) -> None:
+    contexts = Contexts(model, FailsAbove32Rows)
+    plan = find_plan(contexts, PLANS, model.n_vocab)
+    assert plan == next(each for each in PLANS if each.rows <= 32)
+    assert contexts.all_closed()
+
+
+def test_a_context_that_can_not_be_made_is_passed_over(model: GGUFModel) -> None:
+    contexts = Contexts(model)
+
+    def make(plan: RowPlan) -> LlamaContext:
+        if plan == PLANS[0]:
+            raise BackendError("no memory")
+        return contexts(plan)
+
+    plan = find_plan(make, PLANS, model.n_vocab)
+    assert plan in PLANS[1:]
+    assert PLANS[0] not in contexts.plans
+
+
+def test_without_plans_there_is_none(model: GGUFModel) -> None:
+    assert find_plan(Contexts(model), (), model.n_vocab) is None

@@ -1,0 +1,50 @@
+"""Engines on real models; the one that the tests of a module share has nothing to reuse when a test begins."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.engines import StepRecorder, assert_nothing_left
+
+from kitelib import KiteEngine
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Digests and self-test results, kept for the session: opening a model again is quick."""
+    return tmp_path_factory.mktemp("kite-cache")
+
+
+@pytest.fixture(scope="module")
+async def shared_engine(smollm2_path: Path, cache_dir: Path) -> AsyncIterator[KiteEngine]:
+    """SmolLM2; use `engine`, which empties it first."""
+    async with KiteEngine.open(smollm2_path, n_ctx=512, threads=1, max_sequences=8, cache_dir=cache_dir) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def engine(shared_engine: KiteEngine) -> AsyncIterator[KiteEngine]:
+    """SmolLM2 with nothing to reuse; whatever the test does, nothing may stay open afterwards."""
+    await shared_engine.invalidate()
+    yield shared_engine
+    await assert_nothing_left(shared_engine)
+
+
+@pytest.fixture
+def open_tiny(tiny_model: Callable[..., Path], cache_dir: Path) -> Callable[..., Any]:
+    """``open_tiny(**options)``: a random llama of 2 layers, which opens and runs in no time."""
+
+    def opening(**options: Any) -> Any:
+        defaults = {"n_ctx": 256, "threads": 1, "max_sequences": 4, "cache_dir": cache_dir}
+        return KiteEngine.open(tiny_model("llama"), **{**defaults, **options})
+
+    return opening
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> Callable[[KiteEngine], StepRecorder]:
+    """``record(engine)``: its model steps from now to the end of the test."""
+    return lambda engine: StepRecorder.install(engine, monkeypatch)
