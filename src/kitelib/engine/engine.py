@@ -149,7 +149,7 @@ class KiteEngine:
 
     async def _start(self) -> None:
         self._check_policy(self.reuse)
-        await self._supervisor.start()
+        self._supervisor.start()
         try:
             backend = await self._door.run(self._loader.load)
             self._serve(backend)

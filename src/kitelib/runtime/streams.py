@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import logging
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 __all__ = ["LoopPort", "Mailbox"]
 
 T = TypeVar("T")
+
+_LOG = logging.getLogger("kitelib.runtime")
 
 
 class Mailbox(Generic[T]):
@@ -59,4 +62,7 @@ class LoopPort:
 
 def _run_all(calls: list[Callable[[], None]]) -> None:
     for call in calls:
-        call()
+        try:
+            call()
+        except Exception:  # noqa: BLE001 - a call that fails must not take the deliveries after it along
+            _LOG.exception("a call from the model's thread failed")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import logging
 from collections.abc import Awaitable, Callable
 
 import anyio
-import anyio.abc
 
 __all__ = ["Supervisor"]
 
@@ -19,27 +19,30 @@ class Supervisor:
     """Runs tasks until `aclose`. A task that fails is logged and never takes the others with it."""
 
     def __init__(self) -> None:
-        self._stop = asyncio.Event()
-        self._group: anyio.abc.TaskGroup | None = None
+        self._jobs: collections.deque[tuple[str, Callable[[], Awaitable[None]]]] = collections.deque()
+        self._wake = asyncio.Event()
+        self._stopping = False
         self._main: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Opens the task group."""
-        started = asyncio.Event()
-        self._main = asyncio.create_task(self._run(started), name="kite-supervisor")
-        await started.wait()
+    def start(self) -> None:
+        """Opens the task group. Call it on the event loop."""
+        self._main = asyncio.get_running_loop().create_task(self._run(), name="kite-supervisor")
 
-    async def _run(self, started: asyncio.Event) -> None:
+    async def _run(self) -> None:
         async with anyio.create_task_group() as group:
-            self._group = group
-            started.set()
-            await self._stop.wait()
+            while not self._stopping:
+                # Jobs come from callbacks as well, where no task runs; only a task may add to the group.
+                while self._jobs:
+                    name, job = self._jobs.popleft()
+                    group.start_soon(self._guard, name, job, name=f"kite-{name}")
+                self._wake.clear()
+                await self._wake.wait()
             group.cancel_scope.cancel()
 
     def spawn(self, name: str, job: Callable[[], Awaitable[None]]) -> None:
-        """Runs a job once; after `aclose`, does nothing."""
-        if self._group is not None and not self._stop.is_set():
-            self._group.start_soon(self._guard, name, job, name=f"kite-{name}")
+        """Runs a job once; after `aclose`, does nothing. On the event loop, in a task or in a callback."""
+        self._jobs.append((name, job))
+        self._wake.set()
 
     def keep(self, name: str, job: Callable[[], Awaitable[None]]) -> None:
         """Runs a job for ever, restarting it with growing delays whenever it ends or fails."""
@@ -61,7 +64,8 @@ class Supervisor:
 
     async def aclose(self) -> None:
         """Cancels all tasks and waits for them. Idempotent."""
-        self._stop.set()
+        self._stopping = True
+        self._wake.set()
         if self._main is not None:
             with anyio.CancelScope(shield=True):
                 await self._main

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import re
 from typing import Any
@@ -60,7 +61,7 @@ async def test_only_the_most_likely_token_left_is_greedy(engine: KiteEngine, opt
     "penalty", [{"repetition_penalty": 1.8}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}]
 )
 async def test_penalties_make_a_repeating_text_change(engine: KiteEngine, penalty: dict[str, float]) -> None:
-    prompt = "spam spam spam spam spam spam spam spam"
+    prompt = "la la la la"  # goes on as -100000000000000
     plain = await engine.generate(prompt, max_tokens=16)
     penalized = await engine.generate(prompt, max_tokens=16, **penalty)
     assert len(set(penalized.token_ids)) > len(set(plain.token_ids))
@@ -90,14 +91,15 @@ async def test_a_stop_string_is_found_across_tokens(engine: KiteEngine) -> None:
     assert "".join(streamed) == gen.text
 
 
-@pytest.mark.parametrize("prompt", ["🎉🎊🎈🎉🎊🎈🎉🎊🎈", "一二三四五六七八九十一二三四五六七八九十一二三四"])
-async def test_a_stop_string_inside_characters_of_several_tokens(engine: KiteEngine, prompt: str) -> None:
-    plain = await engine.generate(prompt, max_tokens=30)
-    assert len(plain.text) >= 4
-    assert len(plain.token_ids) > len(plain.text)  # characters do span tokens here
-    stop = plain.text[2:4]
-    gen = await engine.generate(prompt, max_tokens=30, stop=stop)
-    assert (gen.text, gen.finish_reason) == (plain.text[: plain.text.index(stop)], "stop")
+@pytest.mark.parametrize("answer", ["🎉🎊🎈🚀🌍", "敝帚自珍饕餮"])
+async def test_a_stop_string_inside_characters_of_several_tokens(engine: KiteEngine, answer: str) -> None:
+    plain = await engine.generate("Answer: ", max_tokens=40, regex=answer)
+    assert plain.text == answer
+    assert len(plain.token_ids) > len(answer)  # characters do span tokens here
+    gen = await engine.generate("Answer: ", max_tokens=40, regex=answer, stop=answer[2:4])
+    assert (gen.text, gen.finish_reason) == (answer[:2], "stop")
+    chunks = [chunk async for chunk in engine.stream("Answer: ", max_tokens=40, regex=answer, stop=[answer[2:4], "x"])]
+    assert "".join(chunk.text for chunk in chunks) == answer[:2]
 
 
 async def test_stop_token_ids(engine: KiteEngine) -> None:
@@ -244,7 +246,7 @@ async def test_a_constraint_holds_for_other_scripts(engine: KiteEngine) -> None:
 # Text
 
 
-@pytest.mark.parametrize("prompt", ["你好，世界！你好，世界！你好", "🎉🎊🎈🎉🎊🎈🎉🎊🎈", "Grüße aus Köln: ä ö ü ß, ä ö ü", COUNT])
+@pytest.mark.parametrize("prompt", ["你好，世界！你好，世界！你好", "😀😁😀😁😀😁😀😁", "Grüße aus Köln: ä ö ü ß, ä ö ü", COUNT])
 async def test_a_stream_is_the_text_in_whole_characters(engine: KiteEngine, prompt: str) -> None:
     gen = await engine.generate(prompt, max_tokens=24)
     chunks = [chunk async for chunk in engine.stream(prompt, max_tokens=24)]
@@ -258,7 +260,7 @@ async def test_a_stream_is_the_text_in_whole_characters(engine: KiteEngine, prom
 
 
 async def test_a_text_cut_inside_a_character_ends_before_it(engine: KiteEngine) -> None:
-    prompt = "🎉🎊🎈🎉🎊🎈🎉🎊🎈"
+    prompt = "😀😁😀😁😀😁😀😁"
     whole = await engine.generate(prompt, max_tokens=24)
     lengths = set()
     for count in range(1, 8):
@@ -305,15 +307,13 @@ async def test_a_chat_stream_can_be_closed(engine: KiteEngine) -> None:
 
 
 async def test_results_are_plain_data(engine: KiteEngine) -> None:
-    import dataclasses
-
     gen = await engine.chat(CHAT, max_tokens=4, logprobs=2, n=2)
     json.dumps(dataclasses.asdict(gen))
     json.dumps(engine.stats())
 
 
 async def test_concurrent_requests_keep_their_own_options(engine: KiteEngine) -> None:
-    prompts = {"plain": {}, "forced": {"logit_bias": {1234: 1000.0}}, "short": {"max_tokens": 2}, "stop": {"stop": "12"}}
+    prompts = {"plain": {}, "forced": {"logit_bias": {1234: 1000.0}}, "short": {"max_tokens": 2}, "stop": {"stop": "11"}}
     alone = {name: await engine.generate(COUNT, **{"max_tokens": 9, **each}) for name, each in prompts.items()}
     together = await asyncio.gather(
         *(engine.generate(COUNT, **{"max_tokens": 9, **each}) for each in prompts.values())
