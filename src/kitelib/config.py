@@ -74,22 +74,23 @@ class ReusePolicy:
         zero_prefill: sample the first token from stored last-position logits when the whole prompt is known;
             default True.
         drafts: use stored completions as speculative drafts; default True; has no effect on backends without it.
-        numerics: "bitwise" (default) gives the same bits with and without reuse; "standard" gives the same values
-            up to floating-point reduction order and lets the backend use its fastest kernels. It shapes how the
-            model is loaded, so a call may not ask for more than the engine was opened with.
+        numerics: "bitwise" gives the same bits with and without reuse; "standard" gives the same values up to
+            floating-point reduction order and lets the backend use its fastest kernels. None (default) means
+            "bitwise" when an engine is opened, and the engine's own in a call. It shapes how the model is loaded, so
+            a call may not ask for more than the engine was opened with.
         namespace: tenant; units are never shared across namespaces. None means the engine's own namespace.
     """
 
     mode: ReuseMode = "exact"
     zero_prefill: bool = True
     drafts: bool = True
-    numerics: Numerics = "bitwise"
+    numerics: Numerics | None = None
     namespace: str | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in ("exact", "semantic", "off"):
             raise ConfigError(f"ReusePolicy.mode is {self.mode!r}; it must be 'exact', 'semantic' or 'off'")
-        if self.numerics not in ("bitwise", "standard"):
+        if self.numerics not in (None, "bitwise", "standard"):
             raise ConfigError(f"ReusePolicy.numerics is {self.numerics!r}; it must be 'bitwise' or 'standard'")
 
 

@@ -5,52 +5,41 @@ from __future__ import annotations
 import asyncio
 import atexit
 import dataclasses
-import operator
 import os
-import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kitelib.abc import Message
 from kitelib.config import AdapterConfig, KiteConfig, PoolConfig, ReusePolicy, SamplingParams
+from kitelib.engine.calls import Call, Prompt, check_adapter, check_policy, sampling_params, tokenize_chat
 from kitelib.engine.gate import Gate
 from kitelib.engine.loading import Loader
-from kitelib.engine.request import Request
 from kitelib.engine.results import Chunk, Generation
-from kitelib.engine.scheduler import Scheduler
 from kitelib.engine.serving import Serving
+from kitelib.engine.streaming import ChatStream, Submitted
 from kitelib.errors import (
     ConfigError,
     EmptyPromptError,
     EngineClosedError,
     InvalidRequestError,
-    InvalidSamplingError,
-    KiteError,
-    PromptTooLongError,
-    UnknownAdapterError,
     UnsupportedOptionError,
 )
-from kitelib.fingerprint import BlockChain
 from kitelib.runtime.streams import Mailbox
 from kitelib.runtime.supervisor import Supervisor
 from kitelib.runtime.threads import ThreadDoor
 from kitelib.stores.pool import RUPool
 from kitelib.upcycle.recycler import Recycler
-from kitelib.yoco.planner import EMPTY_PREFIX
 
 if TYPE_CHECKING:
     from kitelib.engine.conversation import Conversation
 
 __all__ = ["KiteEngine"]
 
-Prompt = str | Sequence[int]
 Progress = Callable[[str, float], None]
 
 _MAX_PENDING_WRITE_BYTES = 256 * 2**20
-_INLINE_TOKENS = 256  # shorter prompts are fingerprinted on the loop: a thread would take longer
-_SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
 
 class KiteEngine:
@@ -68,7 +57,7 @@ class KiteEngine:
 
     def __init__(self, loader: Loader, pool_config: PoolConfig, reuse: ReusePolicy, max_queue: int) -> None:
         """Use `KiteEngine.open`."""
-        self.reuse = reuse
+        self.reuse = check_policy(reuse, ReusePolicy(numerics="bitwise"))
         self._loader = loader
         self._pool_config = pool_config
         self._door = ThreadDoor()
@@ -141,14 +130,13 @@ class KiteEngine:
             block_tokens=block_tokens,
             block_table={} if config is None else config.ru_slicing,
             adapters=dict(adapters or {}),
-            numerics=(reuse or ReusePolicy()).numerics,
+            numerics=(reuse or ReusePolicy()).numerics or "bitwise",
             cache_dir=None if cache_dir is None else Path(cache_dir),
             progress=progress,
         )
         return _Opening(loader, pool or PoolConfig(), reuse or ReusePolicy(), max_queue)
 
     async def _start(self) -> None:
-        self._check_policy(self.reuse)
         self._supervisor.start()
         try:
             backend = await self._door.run(self._loader.load)
@@ -204,13 +192,11 @@ class KiteEngine:
 
         Cancelling the call ends the request within one model step; what it computed stays reusable.
         """
-        params = _sampling(sampling, options)
+        call = self._call(prompt, messages, tools, sampling, reuse, adapter, deadline, priority, options, False)
         async with self._gate.enter():
             mailbox: Mailbox[Any] = Mailbox()
-            request = await self._request(
-                prompt, messages, tools, params, reuse, adapter, deadline, priority, mailbox, streaming=False
-            )
-            with _Submitted(self._current.scheduler, request) as submitted:
+            request = await call.request(self._current, self._door, self.pool.epoch, mailbox.put)
+            with Submitted(self._current.scheduler, request) as submitted:
                 generation = submitted.take(await mailbox.get())
         assert isinstance(generation, Generation)
         return generation
@@ -232,27 +218,33 @@ class KiteEngine:
 
         Leaving the loop early ends the request; with ``contextlib.aclosing`` it ends at once.
         """
-        params = _sampling(sampling, options)
-        return self._stream(prompt, messages, tools, params, reuse, adapter, deadline, priority)
+        return self._stream(
+            self._call(prompt, messages, tools, sampling, reuse, adapter, deadline, priority, options, True)
+        )
 
-    async def _stream(
+    def _call(
         self,
         prompt: Prompt | None,
         messages: Sequence[Message] | None,
         tools: Sequence[Mapping[str, Any]] | None,
-        params: SamplingParams,
+        sampling: SamplingParams | None,
         reuse: ReusePolicy | None,
         adapter: str | None,
         deadline: float | None,
         priority: int,
-    ) -> AsyncGenerator[Chunk, None]:
+        options: Mapping[str, Any],
+        streaming: bool,
+    ) -> Call:
+        params = sampling_params(sampling, options)
+        policy = check_policy(reuse, self.reuse)
+        return Call(prompt, messages, tools, params, policy, adapter, deadline, priority, streaming)
+
+    async def _stream(self, call: Call) -> AsyncGenerator[Chunk, None]:
         async with self._gate.enter():
             mailbox: Mailbox[Any] = Mailbox()
-            request = await self._request(
-                prompt, messages, tools, params, reuse, adapter, deadline, priority, mailbox, streaming=True
-            )
+            request = await call.request(self._current, self._door, self.pool.epoch, mailbox.put)
             held: Chunk | None = None
-            with _Submitted(self._current.scheduler, request) as submitted:
+            with Submitted(self._current.scheduler, request) as submitted:
                 while not submitted.finished:
                     item = submitted.take(await mailbox.get())
                     if held is not None:
@@ -269,7 +261,7 @@ class KiteEngine:
         (with or without ``await``) gives chunks. Options are those of `generate`.
         """
         if stream:
-            return _ChatStream(self.stream(messages=messages, **options))
+            return ChatStream(self.stream(messages=messages, **options))
         return self.generate(messages=messages, **options)
 
     def conversation(
@@ -283,118 +275,7 @@ class KiteEngine:
 
         return Conversation(self, system, tools=tools, **options)
 
-    # Preparing a request
-
-    async def _request(
-        self,
-        prompt: Prompt | None,
-        messages: Sequence[Message] | None,
-        tools: Sequence[Mapping[str, Any]] | None,
-        params: SamplingParams,
-        reuse: ReusePolicy | None,
-        adapter: str | None,
-        deadline: float | None,
-        priority: int,
-        mailbox: Mailbox[Any],
-        *,
-        streaming: bool,
-    ) -> Request:
-        created = asyncio.get_running_loop().time()  # the same clock as time.monotonic
-        serving = self._current
-        policy = self.reuse if reuse is None else reuse
-        self._check_policy(policy)
-        self._check_adapter(adapter)
-        _check_urgency(deadline, priority)
-        epoch = self.pool.epoch
-        tokens = await self._tokens(prompt, messages, tools)
-        self._check_sampling(params)
-        constraint = None
-        if params.json_schema is not None or params.regex is not None:
-            constraint = await self._door.run(lambda: serving.constraint(params))
-        root = serving.root(policy, adapter)
-        size = serving.backend.info.block_tokens
-        if len(tokens) <= _INLINE_TOKENS:
-            chain = BlockChain(root, size, tokens)
-        else:
-            chain = await self._door.run(lambda: BlockChain(root, size, tokens))
-        prefix = EMPTY_PREFIX
-        if policy.mode != "off":
-            first = serving.memory.residency.resident_blocks(chain)
-            prefix = await serving.planner.find(chain, tokens, first, logits=policy.zero_prefill)
-        return Request(
-            prompt=tokens,
-            chain=chain,
-            params=params,
-            policy=policy,
-            seed=secrets.randbits(64) if params.seed is None else params.seed,
-            max_new_tokens=min(params.max_tokens, serving.backend.info.context_tokens - len(tokens)),
-            adapter=adapter,
-            priority=priority,
-            deadline=None if deadline is None else created + deadline,
-            constraint=constraint,
-            deliver=mailbox.put,
-            streaming=streaming,
-            epoch=epoch,
-            prefix=prefix,
-            created=created,
-        )
-
-    def _check_policy(self, policy: ReusePolicy) -> None:
-        if not isinstance(policy, ReusePolicy):
-            raise InvalidRequestError(f"reuse is {policy!r}; give a ReusePolicy, such as ReusePolicy(mode='off')")
-        if policy.mode == "semantic":
-            raise UnsupportedOptionError(
-                "ReusePolicy.mode is 'semantic', which this release does not have; use 'exact'"
-            )
-        if policy.numerics == "bitwise" and self.reuse.numerics == "standard":
-            raise UnsupportedOptionError(
-                "a call asks for numerics='bitwise', but the engine was opened with 'standard'; "
-                "open it with reuse=ReusePolicy(numerics='bitwise')"
-            )
-
-    def _check_adapter(self, adapter: str | None) -> None:
-        states = self._current.backend.adapter_states
-        if adapter is not None and adapter not in states:
-            known = ", ".join(sorted(states)) or "none"
-            raise UnknownAdapterError(f"no adapter is called {adapter!r}; this engine has: {known}")
-
-    def _check_sampling(self, params: SamplingParams) -> None:
-        info = self._current.backend.info
-        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-            for token in ids:
-                if token >= info.vocab_size:
-                    raise InvalidSamplingError(
-                        f"{name} holds {token}; this model's token ids end at {info.vocab_size - 1}"
-                    )
-        if params.n > info.max_sequences:
-            raise InvalidSamplingError(
-                f"n is {params.n}; this engine computes at most {info.max_sequences} sequences at once (max_sequences)"
-            )
-
-    async def _tokens(
-        self,
-        prompt: Prompt | None,
-        messages: Sequence[Message] | None,
-        tools: Sequence[Mapping[str, Any]] | None,
-    ) -> list[int]:
-        if (prompt is None) == (messages is None):
-            raise InvalidRequestError("give exactly one of prompt and messages")
-        if tools is not None and messages is None:
-            raise InvalidRequestError("tools only go with messages: the chat template renders them")
-        backend = self._current.backend
-        if messages is not None:
-            tokens = await self.tokenize_chat(messages, tools)
-        elif isinstance(prompt, str):
-            text = prompt
-            tokens = await self._door.run(lambda: backend.tokenize(text, add_special=True)) if text else []
-        else:
-            tokens = _checked_ids(prompt, backend.info.vocab_size)
-        if not tokens:
-            raise EmptyPromptError("the prompt is empty; give at least one token")
-        limit = backend.info.context_tokens - 1
-        if len(tokens) > limit:
-            raise PromptTooLongError(len(tokens), limit)
-        return tokens
+    # Tokens
 
     async def tokenize_chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
@@ -402,14 +283,7 @@ class KiteEngine:
         """Token ids of a rendered chat, up to where the assistant's answer starts."""
         if isinstance(messages, (list, tuple)) and not messages:
             raise EmptyPromptError("messages is empty; give at least one message")
-        if isinstance(messages, (str, bytes)) or not messages:
-            raise InvalidRequestError("messages must be a non-empty list of mappings with 'role' and 'content'")
-        backend = self._current.backend
-
-        def work() -> list[int]:
-            return list(backend.tokenize(backend.render_chat(messages, tools), add_special=False))
-
-        return await self._door.run(work)
+        return await tokenize_chat(self._current, self._door, messages, tools)
 
     async def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of a plain text; see `Backend.tokenize`."""
@@ -430,8 +304,8 @@ class KiteEngine:
         Raises:
             UnknownAdapterError: the engine was not opened with that adapter.
         """
-        self._check_adapter(adapter)
-        return self._current.fingerprint_configs(self.reuse if reuse is None else reuse, adapter)
+        check_adapter(self._current, adapter)
+        return self._current.fingerprint_configs(check_policy(reuse, self.reuse), adapter)
 
     # Managing what is kept
 
@@ -599,93 +473,3 @@ class _Opening:
     ) -> None:
         assert self._engine is not None
         await self._engine.aclose()
-
-
-class _Submitted:
-    """A submitted request; leaving the block before its end cancels it."""
-
-    def __init__(self, scheduler: Scheduler, request: Request) -> None:
-        self._scheduler = scheduler
-        self._request = request
-        self.finished = False
-
-    def __enter__(self) -> _Submitted:
-        self._scheduler.submit(self._request)
-        return self
-
-    def take(self, item: Chunk | Generation | KiteError) -> Chunk | Generation:
-        """The next event; raises it if it is an error."""
-        self.finished = not isinstance(item, Chunk)
-        if isinstance(item, KiteError):
-            raise item
-        return item
-
-    def __exit__(self, *_: object) -> None:
-        if not self.finished:
-            self._scheduler.cancel(self._request)
-
-
-class _ChatStream:
-    """A stream that may also be awaited first, which gives itself."""
-
-    def __init__(self, chunks: AsyncIterator[Chunk]) -> None:
-        self._chunks = chunks
-
-    def __aiter__(self) -> AsyncIterator[Chunk]:
-        return self._chunks
-
-    def __await__(self) -> Generator[Any, None, _ChatStream]:
-        async def itself() -> _ChatStream:
-            return self
-
-        return itself().__await__()
-
-    async def aclose(self) -> None:
-        """Ends the request."""
-        close: Callable[[], Awaitable[None]] = self._chunks.aclose  # type: ignore[attr-defined]
-        await close()
-
-
-def _sampling(sampling: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
-    if sampling is not None and not isinstance(sampling, SamplingParams):
-        raise InvalidSamplingError(f"sampling is {sampling!r}; give a SamplingParams, or the options as keywords")
-    if not options:
-        return sampling or SamplingParams()
-    unknown = sorted(set(options) - _SAMPLING_FIELDS)
-    if unknown:
-        raise InvalidSamplingError(
-            f"unknown option {unknown[0]!r}; sampling options are {', '.join(sorted(_SAMPLING_FIELDS))}"
-        )
-    if sampling is not None:
-        raise InvalidSamplingError(
-            f"sampling= and the keyword {min(options)!r} are both given; use one way or the other"
-        )
-    return SamplingParams(**options)
-
-
-def _check_urgency(deadline: Any, priority: Any) -> None:
-    number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
-    if deadline is not None and not (number and deadline > 0):
-        raise InvalidRequestError(f"deadline is {deadline!r}; give a positive number of seconds, or None")
-    if isinstance(priority, bool) or not isinstance(priority, int):
-        raise InvalidRequestError(f"priority is {priority!r}; give a whole number, higher for sooner")
-
-
-def _checked_ids(prompt: Any, vocab_size: int) -> list[int]:
-    try:
-        if isinstance(prompt, (bytes, bytearray)):
-            raise TypeError
-        # Not int(): a float or a digit string is a mistake, and would be cut to some other token.
-        ids = [operator.index(token) for token in prompt]
-    except TypeError:
-        raise InvalidRequestError(
-            f"a prompt must be a str or a flat list of token ids, not {_shorten(repr(prompt))}"
-        ) from None
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise InvalidRequestError(f"the prompt holds token id {token}; this model has 0 to {vocab_size - 1}")
-    return ids
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:77]}..."

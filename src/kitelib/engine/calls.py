@@ -1,0 +1,214 @@
+"""One call of `generate` or `stream`: its arguments, their checks, and the way to a `Request`."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import operator
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kitelib.abc import Message
+from kitelib.config import ReusePolicy, SamplingParams
+from kitelib.engine.request import Deliver, Request
+from kitelib.engine.serving import Serving
+from kitelib.errors import (
+    EmptyPromptError,
+    InvalidRequestError,
+    InvalidSamplingError,
+    PromptTooLongError,
+    UnknownAdapterError,
+    UnsupportedOptionError,
+)
+from kitelib.fingerprint import BlockChain
+from kitelib.runtime.threads import ThreadDoor
+from kitelib.yoco.planner import EMPTY_PREFIX
+
+__all__ = ["Call", "Prompt", "check_adapter", "check_policy", "sampling_params", "tokenize_chat"]
+
+Prompt = str | Sequence[int]
+
+_INLINE_TOKENS = 256  # shorter prompts are fingerprinted on the loop: a thread would take longer
+_SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """What the caller gave, the policy already resolved; see `KiteEngine.generate`."""
+
+    prompt: Prompt | None
+    messages: Sequence[Message] | None
+    tools: Sequence[Mapping[str, Any]] | None
+    params: SamplingParams
+    policy: ReusePolicy
+    adapter: str | None
+    deadline: float | None
+    priority: int
+    streaming: bool
+
+    async def request(self, serving: Serving, door: ThreadDoor, epoch: int, deliver: Deliver) -> Request:
+        """The request for the scheduler: checked, tokenized, fingerprinted, and looked up in the pool.
+
+        Raises:
+            InvalidRequestError and its subclasses.
+        """
+        created = asyncio.get_running_loop().time()  # the same clock as time.monotonic
+        params, policy = self.params, self.policy
+        check_adapter(serving, self.adapter)
+        _check_urgency(self.deadline, self.priority)
+        tokens = await self._tokens(serving, door)
+        _check_sampling(serving, params)
+        constraint = None
+        if params.json_schema is not None or params.regex is not None:
+            constraint = await door.run(lambda: serving.constraint(params))
+        root = serving.root(policy, self.adapter)
+        size = serving.backend.info.block_tokens
+        if len(tokens) <= _INLINE_TOKENS:
+            chain = BlockChain(root, size, tokens)
+        else:
+            chain = await door.run(lambda: BlockChain(root, size, tokens))
+        prefix = EMPTY_PREFIX
+        if policy.mode != "off":
+            first = serving.memory.residency.resident_blocks(chain)
+            prefix = await serving.planner.find(chain, tokens, first, logits=policy.zero_prefill)
+        return Request(
+            prompt=tokens,
+            chain=chain,
+            params=params,
+            policy=policy,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            max_new_tokens=min(params.max_tokens, serving.backend.info.context_tokens - len(tokens)),
+            adapter=self.adapter,
+            priority=self.priority,
+            deadline=None if self.deadline is None else created + self.deadline,
+            constraint=constraint,
+            deliver=deliver,
+            streaming=self.streaming,
+            epoch=epoch,
+            prefix=prefix,
+            created=created,
+        )
+
+    async def _tokens(self, serving: Serving, door: ThreadDoor) -> list[int]:
+        prompt, backend = self.prompt, serving.backend
+        if (prompt is None) == (self.messages is None):
+            raise InvalidRequestError("give exactly one of prompt and messages")
+        if self.tools is not None and self.messages is None:
+            raise InvalidRequestError("tools only go with messages: the chat template renders them")
+        if self.messages is not None:
+            tokens = await tokenize_chat(serving, door, self.messages, self.tools)
+        elif isinstance(prompt, str):
+            tokens = await door.run(lambda: backend.tokenize(prompt, add_special=True)) if prompt else []
+        else:
+            tokens = _checked_ids(prompt, backend.info.vocab_size)
+        if not tokens:
+            raise EmptyPromptError("the prompt is empty; give at least one token")
+        limit = backend.info.context_tokens - 1
+        if len(tokens) > limit:
+            raise PromptTooLongError(len(tokens), limit)
+        return tokens
+
+
+async def tokenize_chat(
+    serving: Serving, door: ThreadDoor, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+) -> list[int]:
+    """Token ids of a rendered chat, up to where the assistant's answer starts."""
+    if isinstance(messages, (str, bytes)) or not messages:
+        raise InvalidRequestError("messages must be a non-empty list of mappings with 'role' and 'content'")
+    backend = serving.backend
+
+    def work() -> list[int]:
+        return list(backend.tokenize(backend.render_chat(messages, tools), add_special=False))
+
+    return await door.run(work)
+
+
+def sampling_params(sampling: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
+    """The sampling options of a call, given as one object or as keywords.
+
+    Raises:
+        InvalidSamplingError: an unknown keyword, a bad value, or both ways at once.
+    """
+    if sampling is not None and not isinstance(sampling, SamplingParams):
+        raise InvalidSamplingError(f"sampling is {sampling!r}; give a SamplingParams, or the options as keywords")
+    if not options:
+        return sampling or SamplingParams()
+    unknown = sorted(set(options) - _SAMPLING_FIELDS)
+    if unknown:
+        raise InvalidSamplingError(
+            f"unknown option {unknown[0]!r}; sampling options are {', '.join(sorted(_SAMPLING_FIELDS))}"
+        )
+    if sampling is not None:
+        raise InvalidSamplingError(
+            f"sampling= and the keyword {min(options)!r} are both given; use one way or the other"
+        )
+    return SamplingParams(**options)
+
+
+def check_policy(policy: ReusePolicy | None, engine_policy: ReusePolicy) -> ReusePolicy:
+    """The policy of a call, with what it leaves open taken from the engine's.
+
+    Raises:
+        InvalidRequestError, UnsupportedOptionError
+    """
+    if policy is None:
+        return engine_policy
+    if not isinstance(policy, ReusePolicy):
+        raise InvalidRequestError(f"reuse is {policy!r}; give a ReusePolicy, such as ReusePolicy(mode='off')")
+    if policy.mode == "semantic":
+        raise UnsupportedOptionError("ReusePolicy.mode is 'semantic', which this release does not have; use 'exact'")
+    if policy.numerics == "bitwise" and engine_policy.numerics == "standard":
+        raise UnsupportedOptionError(
+            "a call asks for numerics='bitwise', but the engine was opened with 'standard'; "
+            "open it with reuse=ReusePolicy(numerics='bitwise')"
+        )
+    return dataclasses.replace(policy, numerics=policy.numerics or engine_policy.numerics)
+
+
+def check_adapter(serving: Serving, adapter: str | None) -> None:
+    """Raises UnknownAdapterError unless the engine was opened with the adapter, or none is asked for."""
+    states = serving.backend.adapter_states
+    if adapter is not None and adapter not in states:
+        known = ", ".join(sorted(states)) or "none"
+        raise UnknownAdapterError(f"no adapter is called {adapter!r}; this engine has: {known}")
+
+
+def _check_sampling(serving: Serving, params: SamplingParams) -> None:
+    info = serving.backend.info
+    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        for token in ids:
+            if token >= info.vocab_size:
+                raise InvalidSamplingError(f"{name} holds {token}; this model's token ids end at {info.vocab_size - 1}")
+    if params.n > info.max_sequences:
+        raise InvalidSamplingError(
+            f"n is {params.n}; this engine computes at most {info.max_sequences} sequences at once (max_sequences)"
+        )
+
+
+def _check_urgency(deadline: Any, priority: Any) -> None:
+    number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
+    if deadline is not None and not (number and deadline > 0):
+        raise InvalidRequestError(f"deadline is {deadline!r}; give a positive number of seconds, or None")
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidRequestError(f"priority is {priority!r}; give a whole number, higher for sooner")
+
+
+def _checked_ids(prompt: Any, vocab_size: int) -> list[int]:
+    try:
+        if isinstance(prompt, (bytes, bytearray)):
+            raise TypeError
+        # Not int(): a float or a digit string is a mistake, and would be cut to some other token.
+        ids = [operator.index(token) for token in prompt]
+    except TypeError:
+        raise InvalidRequestError(
+            f"a prompt must be a str or a flat list of token ids, not {_shorten(repr(prompt))}"
+        ) from None
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise InvalidRequestError(f"the prompt holds token id {token}; this model has 0 to {vocab_size - 1}")
+    return ids
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."
