@@ -48,6 +48,13 @@ async def warm_ttft(bench: Bench) -> None:
         await _compare(
             bench, engine, "same prefix", bare, plain, [prefixes[-1]] * sizes.repeats, "Llama, prefix used last"
         )
+        unfused = bench.bare_context(as_engine=False)
+        unfused.extend(0, prefixes[-1])
+        questions = [bench.prompts.question(sizes.question_tokens) for _ in range(sizes.repeats)]
+        spans = [unfused.time_extend(0, question, sizes.prefix_tokens) for question in questions]
+        unfused.close()
+        label = "same prefix: bare llama_decode, no flash attention, n_ubatch 512"
+        report.add(name, label, [span.wall_s for span in spans], note="what Llama computes with")
         rounds = max(1, round(sizes.repeats / sizes.num_prefixes))
         label = f"{sizes.num_prefixes} prefixes in turn"
         await _compare(bench, engine, label, bare, cached, prefixes * rounds, "Llama, LlamaRAMCache")

@@ -78,6 +78,7 @@ async def test_cancelled_requests_leave_nothing(
     expected = [await cold_answer(cold_engine, prompt, **GREEDY) for prompt in prompts]
     async with open_engine(smollm2_path, n_ctx=256, kv_tokens=512) as engine:
         backend = engine._current.backend
+        await engine.flush()  # the engine's own tasks have started
         slots, tasks = len(backend._context._slots), asyncio.all_tasks()
         outcomes: list[str] = []
 

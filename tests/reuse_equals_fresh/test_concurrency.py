@@ -16,7 +16,7 @@ from kitelib import KiteEngine, PoolConfig, ReusePolicy
 Options = Mapping[str, Any]
 Case = tuple[list[int], Options, list[Mapping[str, Any]]]
 
-MAX_TOKENS = 24
+MAX_TOKENS = 20
 
 
 def sampling(rng: random.Random, n: int) -> dict[str, Any]:
@@ -46,11 +46,11 @@ def sampling(rng: random.Random, n: int) -> dict[str, Any]:
 
 
 def requests() -> list[tuple[list[int], dict[str, Any]]]:
-    """Seven prompts with one prefix (it ends inside a block), seven unrelated ones; three ask for several choices."""
+    """Seven prompts with one prefix (it ends inside a block), six unrelated ones; two ask for several choices."""
     rng = random.Random(3)
-    prefix = prompt_of(70, seed=20)
+    prefix = prompt_of(54, seed=20)
     prompts = [prefix + prompt_of(rng.randrange(1, 25), seed=30 + index) for index in range(7)]
-    prompts += [prompt_of(rng.randrange(20, 110), seed=40 + index) for index in range(7)]
+    prompts += [prompt_of(rng.randrange(10, 90), seed=40 + index) for index in range(6)]
     return [(prompt, sampling(rng, 3 if index in (2, 9) else 1)) for index, prompt in enumerate(prompts)]
 
 
@@ -86,7 +86,7 @@ async def test_together_as_alone(smollm2_path: Path, open_engine: Callable[..., 
     async with open_engine(smollm2_path, n_ctx=512, kv_tokens=2048) as engine:
         await ask_all(engine, cases, seed=0)
         first = engine.stats()
-        assert first["cached_tokens"] >= 4 * 64  # the common prefix was computed once, or nearly so
+        assert first["cached_tokens"] >= 6 * 48  # the common prefix was computed once
         await ask_all(engine, cases, seed=1)
         again = engine.stats()
         assert again["zero_prefills"] - first["zero_prefills"] == len(cases)
@@ -94,7 +94,7 @@ async def test_together_as_alone(smollm2_path: Path, open_engine: Callable[..., 
         check_nothing_is_left(engine)
 
 
-@pytest.mark.parametrize("memory_bytes", [None, 0, 3 * 2**20], ids=["pool", "no pool", "tiny pool"])
+@pytest.mark.parametrize("memory_bytes", [None, 3 * 2**20], ids=["pool", "tiny pool"])
 async def test_preempted_requests_end_as_alone(
     smollm2_path: Path, open_engine: Callable[..., Any], cases: list[Case], memory_bytes: int | None
 ) -> None:
@@ -109,30 +109,35 @@ async def test_preempted_requests_end_as_alone(
         check_nothing_is_left(engine)
 
 
-async def test_preempted_requests_without_reuse_end_as_alone(
-    smollm2_path: Path, open_engine: Callable[..., Any], cases: list[Case]
+async def test_requests_without_reuse_beside_others(
+    tiny_model: Callable[..., Path], open_engine: Callable[..., Any]
 ) -> None:
-    """Half of the requests may not reuse anything, and nothing of them may be reused."""
-    async with open_engine(smollm2_path, n_ctx=192, kv_tokens=192) as engine:
-        half = len(cases) // 2
-        await asyncio.gather(
-            ask_all(engine, cases[half:], seed=4, reuse=REUSE_OFF), ask_all(engine, cases[:half], seed=5)
-        )
+    """Half of the requests may not reuse anything, and nothing of them may be reused; without a pool they all go back
+    to their first token when they are preempted."""
+    pool = PoolConfig(memory_bytes=0)
+    async with open_engine(tiny_model("llama"), n_ctx=192, kv_tokens=192, pool=pool) as engine:
+        rng = random.Random(6)
+        cases = []
+        for index in range(24):
+            prompt = prompt_of(rng.randrange(20, 130), seed=index, vocab_size=2048)
+            options = {**sampling(rng, 1 + index % 5 // 4), "logit_bias": {}}
+            cases.append((prompt, options, await cold_answer(engine, prompt, **options)))
+        await asyncio.gather(ask_all(engine, cases[12:], seed=4, reuse=REUSE_OFF), ask_all(engine, cases[:12], seed=5))
         assert engine.stats()["preemptions"] > 0
-        for prompt, options, _ in cases[half:]:
-            gen = await engine.generate(prompt, **{**options, "max_tokens": 1})
+        for prompt, options, _ in cases[12:]:
+            gen = await engine.generate(prompt, **{**options, "max_tokens": 1, "n": 1})
             assert gen.usage.cached_tokens == 0
         check_nothing_is_left(engine)
 
 
 async def test_a_shared_prefix_is_computed_once(smollm2_path: Path, open_engine: Callable[..., Any]) -> None:
     """Single flight: sixteen requests at once compute the prefix that they share one time, not sixteen times."""
-    prefix = prompt_of(96, seed=50)
-    prompts = [[*prefix, *prompt_of(4, seed=60 + index)] for index in range(16)]
+    prefix = prompt_of(64, seed=50)
+    prompts = [[*prefix, *prompt_of(3, seed=60 + index)] for index in range(16)]
     async with open_engine(smollm2_path, n_ctx=512, kv_tokens=2048) as engine:
         gens = await asyncio.gather(*(engine.generate(prompt, max_tokens=2) for prompt in prompts))
         computed = sum(gen.reuse.computed_tokens for gen in gens)
-        assert computed == len(prefix) + 16 * 4
+        assert computed == len(prefix) + 16 * 3
 
 
 async def test_choices_are_the_same_shared_or_not(

@@ -11,7 +11,7 @@ import anyio
 from kitelib import KiteEngine
 from kitelib.abc import StepResult, StepWork
 
-__all__ = ["StepRecorder", "assert_nothing_left", "until"]
+__all__ = ["StepRecorder", "assert_nothing_left", "evict_context", "some_tokens", "until"]
 
 
 async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
@@ -33,6 +33,18 @@ async def assert_nothing_left(engine: KiteEngine) -> None:
         return not any(stats[name] for name in ("open_requests", "queued", "running", "blocks_used"))
 
     await until(idle)
+
+
+async def evict_context(engine: KiteEngine) -> None:
+    """Makes everything idle leave the context, after the pool has it."""
+    await engine.flush()
+    memory = engine._current.memory
+    await engine._current.on_model_thread(lambda: sum(1 for _ in iter(memory.evict_one, False)))
+
+
+def some_tokens(count: int, first: int = 100) -> list[int]:
+    """Token ids that every test model has; another `first`, other tokens from the start on."""
+    return [(first + 7 * index) % 1800 + 100 for index in range(count)]
 
 
 class StepRecorder:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from tests.support.gguf_files import write_lora, write_model
 from tests.support.vocabulary import smollm2_gguf
 

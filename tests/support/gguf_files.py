@@ -11,6 +11,7 @@ from typing import Literal
 import gguf
 import numpy as np
 from gguf.quants import quantize
+
 from tests.support.architectures import ARCHITECTURES, Dimensions, Weight, set_hyperparameters, weights
 from tests.support.vocabulary import BaseModel, read_base, smollm2_gguf, truncated_tokenizer
 

@@ -139,7 +139,7 @@ class KiteEngine:
     async def _start(self) -> None:
         self._supervisor.start()
         try:
-            backend = await self._door.run(self._loader.load)
+            backend = await self._door.run(self._loader.load, discard=lambda backend: backend.close())
             self._serve(backend)
         except BaseException:
             await self._supervisor.aclose()
@@ -334,6 +334,8 @@ class KiteEngine:
         serving = self._current
         await serving.on_model_thread(serving.memory.save_all)
         await self._recycler.drain()
+        if self._closing is not None:
+            raise EngineClosedError()
 
     async def preload(self, bundle: str | os.PathLike[str]) -> None:
         """Loads an RU bundle.
@@ -355,7 +357,7 @@ class KiteEngine:
         """
         serving = self._current
         cleared = await self.pool.clear()
-        context = await serving.on_model_thread(lambda: serving.memory.invalidate(serving.scheduler.open_runs()))
+        context = await serving.on_model_thread(serving.scheduler.invalidate)
         return {"context": context, **cleared}
 
     async def reload(
@@ -380,13 +382,19 @@ class KiteEngine:
         )
         async with self._gate.shut():
             old = self._current
-            backend = await self._door.run(loader.load)
-            self._loader = loader
+            backend = await self._door.run(loader.load, discard=lambda backend: backend.close())
             self._unregister(old)
-            await old.stop(EngineClosedError("the model was replaced"))
-            if backend.info.model_state != old.backend.info.model_state:
-                await self.pool.clear()
-            self._serve(backend)
+            try:
+                await old.stop(EngineClosedError("the model was replaced"))
+            finally:  # from here on there is no way back, also for a cancelled caller
+                if self._closing is None:
+                    self._loader = loader
+                    if backend.info.model_state != old.backend.info.model_state:
+                        await self.pool.clear()
+                    self._serve(backend)
+                else:
+                    backend.close()
+            self._current  # noqa: B018 - says so if the engine was closed meanwhile
 
     def stats(self) -> dict[str, Any]:
         """Counters and sizes at this moment: plain data, no I/O. See docs/troubleshooting.md for what they mean."""
@@ -431,6 +439,7 @@ class KiteEngine:
             self._unregister(self._serving)
             await self._serving.stop(EngineClosedError())
         await self._supervisor.aclose()
+        self._recycler.close()
         await self.pool.aclose()
 
     @staticmethod

@@ -51,6 +51,10 @@ class Outputs:
             position, self._token_text(request.prompt[position]), "" if other is None else self._token_text(other)
         )
 
+    def forget_recent(self) -> None:
+        """Nothing is cached any more that a prompt could leave."""
+        self._recent.clear()
+
     def take_token(self, branch: Branch, logits: npt.NDArray[np.float32]) -> None:
         """Chooses the next token of a branch; sets `finish_reason` if it was the last.
 
@@ -96,7 +100,8 @@ class Outputs:
 
     def complete(self, request: Request) -> None:
         """Delivers the result of a finished request."""
-        self._recent.add(request.chain, [*request.prompt, *request.branches[0].new_tokens])
+        if request.branches[0].run.shared:
+            self._recent.add(request.chain, [*request.prompt, *request.branches[0].new_tokens])
         generation = self._generation(request, time.monotonic())
         self._post(lambda: request.deliver(generation))
 

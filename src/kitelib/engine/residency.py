@@ -99,6 +99,10 @@ class RecentPrompts:
         """Remembers the tokens of a finished run."""
         self._prompts.append((chain.root, np.array(tokens, np.int32)))
 
+    def clear(self) -> None:
+        """Forgets them all."""
+        self._prompts.clear()
+
     def divergence(self, chain: BlockChain, tokens: Sequence[int]) -> tuple[int, int | None] | None:
         """First position where `tokens` leaves its longest known run, and that run's token there.
 
@@ -114,6 +118,6 @@ class RecentPrompts:
             shared = int(differs[0]) if len(differs) else length
             if shared == len(ids):
                 return None
-            if shared > best:
+            if shared > best or (shared == best and other is None):  # one that goes on says more
                 best, other = shared, int(known[shared]) if shared < len(known) else None
         return (best, other) if best else None

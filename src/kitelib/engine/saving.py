@@ -37,7 +37,7 @@ class Saver:
         """The run has something worth keeping; `tail` keeps its last partial block too."""
         if not run.shared or run.sequence is None or not self._pool.enabled or not self._backend.info.reuse_blocks:
             return
-        if tail and run.computed % self._backend.info.block_tokens:
+        if tail and run.computed % self._backend.info.block_tokens and run.computed not in run.tail_ends:
             run.tail_ends.append(run.computed)
         self._pending[run] = None
 

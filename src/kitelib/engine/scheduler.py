@@ -116,9 +116,14 @@ class Scheduler:
         """Runs of the active branches. Model's thread only."""
         return [branch.run for branch in self._active]
 
-    def open_runs(self) -> list[Run]:
-        """Runs of all branches that have not ended. Model's thread only."""
-        return [branch.run for branch in [*self._waiting, *self._active]]
+    def invalidate(self) -> int:
+        """Forgets what could be reused; who has not ended leaves nothing behind. Model's thread only.
+
+        Returns:
+            How many idle runs there were.
+        """
+        self._outputs.forget_recent()
+        return self._memory.invalidate(branch.run for branch in [*self._waiting, *self._active])
 
     # The thread
 

@@ -128,8 +128,10 @@ class Serving:
     async def stop(self, reason: KiteError) -> None:
         """Ends the thread and frees the model. Requests still open fail with `reason`."""
         self.scheduler.stop(reason)
-        await self.thread.join()
-        self.backend.close()
+        try:
+            await self.thread.join()
+        finally:
+            self.backend.close()
 
 
 class _Secret(bytes):

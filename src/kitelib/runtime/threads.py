@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -22,13 +23,15 @@ class ThreadDoor:
 
     def __init__(self, max_threads: int = 4) -> None:
         self._max_threads = max_threads
-        self._limiter: anyio.CapacityLimiter | None = None
+        self._limiters: tuple[anyio.CapacityLimiter, anyio.CapacityLimiter] | None = None
 
-    async def run(self, job: Callable[[], T]) -> T:
-        """The job's result; its exception is raised here."""
-        if self._limiter is None:  # a limiter belongs to an event loop, which exists only now
-            self._limiter = anyio.CapacityLimiter(self._max_threads)
-        return await anyio.to_thread.run_sync(job, limiter=self._limiter)
+    async def run(self, job: Callable[[], T], *, discard: Callable[[T], object] | None = None) -> T:
+        """The job's result; its exception is raised here. `discard` takes a result that a cancelled caller left."""
+        if self._limiters is None:  # a limiter belongs to an event loop, which exists only now
+            self._limiters = (anyio.CapacityLimiter(self._max_threads), anyio.CapacityLimiter(self._max_threads))
+        queue, inner = self._limiters
+        async with queue:  # cancelled here, the job never begins
+            return await _whole(anyio.to_thread.run_sync(job, limiter=inner), discard)
 
 
 class ModelThread:
@@ -43,5 +46,22 @@ class ModelThread:
 
     async def join(self) -> None:
         """Waits for the thread to end, without blocking the loop, even if the caller is cancelled."""
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._thread.join)
+        await _whole(anyio.to_thread.run_sync(self._thread.join))
+
+
+async def _whole(call: Coroutine[Any, Any, T], discard: Callable[[T], object] | None = None) -> T:
+    """Awaits a call to its end. A cancellation takes effect afterwards: anyio's, and `asyncio.Task.cancel`, which no
+    shield of anyio keeps out."""
+    task = asyncio.get_running_loop().create_task(call)
+    cancelled: asyncio.CancelledError | None = None
+    with anyio.CancelScope(shield=True):
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError as error:
+                cancelled = error
+    if cancelled is None:
+        return task.result()
+    if not task.cancelled() and task.exception() is None and discard is not None:
+        discard(task.result())
+    raise cancelled

@@ -37,6 +37,7 @@ class Recycler:
         self._idle = asyncio.Event()
         self._idle.set()
         self._lock = threading.Lock()
+        self._closed = False
         self.registered = 0
         self.dropped = 0
         self.pending_bytes = 0
@@ -57,6 +58,9 @@ class Recycler:
     def submit(self, units: Sequence[RecyclableUnit], reserved_bytes: int, epoch: int) -> None:
         """Takes units made under a reservation; returns at once. `epoch` is the pool's when they were computed."""
         self._queue.append((epoch, reserved_bytes, list(units)))
+        if self._closed:
+            self._drop_all()
+            return
         self._idle.clear()
         self._wake.set()
 
@@ -82,3 +86,16 @@ class Recycler:
     async def drain(self) -> None:
         """Waits until everything submitted so far is stored or dropped."""
         await self._idle.wait()
+
+    def close(self) -> None:
+        """To be called when `run` has ended: drops what is left and what comes later, so that nobody waits for it."""
+        self._closed = True
+        self._drop_all()
+        self._idle.set()
+
+    def _drop_all(self) -> None:
+        while self._queue:
+            _, reserved_bytes, units = self._queue.popleft()
+            self.dropped += len(units)
+            with self._lock:
+                self.pending_bytes -= reserved_bytes

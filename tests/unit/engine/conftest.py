@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.engines import StepRecorder, assert_nothing_left
 
 from kitelib import KiteEngine
+from tests.support.engines import StepRecorder, assert_nothing_left
 
 
 @pytest.fixture(scope="session")

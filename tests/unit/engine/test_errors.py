@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.engines import assert_nothing_left
-from tests.support.gguf_files import corrupt_copy, truncated_copy
 
 from kitelib import KiteEngine, PoolConfig, ReusePolicy, SamplingParams
 from kitelib.errors import (
@@ -28,6 +26,8 @@ from kitelib.errors import (
     UnknownAdapterError,
     UnsupportedOptionError,
 )
+from tests.support.engines import assert_nothing_left
+from tests.support.gguf_files import corrupt_copy, truncated_copy
 
 HELLO = [{"role": "user", "content": "Hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
@@ -270,9 +270,9 @@ async def test_options_of_a_call_that_this_release_does_not_have(engine: KiteEng
 
 
 async def test_a_call_may_not_ask_for_more_exactness_than_the_engine_has(open_tiny: Any) -> None:
-    async with open_tiny(reuse=ReusePolicy(numerics="standard")) as engine:
-        async with refused(engine, UnsupportedOptionError, "bitwise"):
-            await engine.generate("Hi", reuse=ReusePolicy(numerics="bitwise"))
+    standard, bitwise = ReusePolicy(numerics="standard"), ReusePolicy(numerics="bitwise")
+    async with open_tiny(reuse=standard) as engine, refused(engine, UnsupportedOptionError, "bitwise"):
+        await engine.generate("Hi", reuse=bitwise)
 
 
 async def test_an_unknown_adapter(engine: KiteEngine) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.engines import until
 
 from kitelib import KiteEngine, ReusePolicy, SamplingParams
 from kitelib.abc import StepWork
+from tests.support.engines import until
 
 COUNT = "1 2 3 4 5 6 7 8 9"
 OFF = ReusePolicy(mode="off")
@@ -246,7 +246,9 @@ async def test_a_constraint_holds_for_other_scripts(engine: KiteEngine) -> None:
 # Text
 
 
-@pytest.mark.parametrize("prompt", ["你好，世界！你好，世界！你好", "😀😁😀😁😀😁😀😁", "Grüße aus Köln: ä ö ü ß, ä ö ü", COUNT])
+@pytest.mark.parametrize(
+    "prompt", ["你好，世界！你好，世界！你好", "😀😁😀😁😀😁😀😁", "Grüße aus Köln: ä ö ü ß, ä ö ü", COUNT]
+)
 async def test_a_stream_is_the_text_in_whole_characters(engine: KiteEngine, prompt: str) -> None:
     gen = await engine.generate(prompt, max_tokens=24)
     chunks = [chunk async for chunk in engine.stream(prompt, max_tokens=24)]
@@ -313,10 +315,13 @@ async def test_results_are_plain_data(engine: KiteEngine) -> None:
 
 
 async def test_concurrent_requests_keep_their_own_options(engine: KiteEngine) -> None:
-    prompts = {"plain": {}, "forced": {"logit_bias": {1234: 1000.0}}, "short": {"max_tokens": 2}, "stop": {"stop": "11"}}
+    prompts = {
+        "plain": {},
+        "forced": {"logit_bias": {1234: 1000.0}},
+        "short": {"max_tokens": 2},
+        "stop": {"stop": "11"},
+    }
     alone = {name: await engine.generate(COUNT, **{"max_tokens": 9, **each}) for name, each in prompts.items()}
-    together = await asyncio.gather(
-        *(engine.generate(COUNT, **{"max_tokens": 9, **each}) for each in prompts.values())
-    )
+    together = await asyncio.gather(*(engine.generate(COUNT, **{"max_tokens": 9, **each}) for each in prompts.values()))
     assert [gen.token_ids for gen in together] == [gen.token_ids for gen in alone.values()]
     assert len({tuple(gen.token_ids) for gen in together}) == 4

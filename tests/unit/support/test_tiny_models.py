@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from tests.support.gguf_files import corrupt_copy, modified_copy, truncated_copy, write_lora, write_model
 from tests.support.reference import open_reference
 

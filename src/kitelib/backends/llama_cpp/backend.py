@@ -18,7 +18,7 @@ from kitelib.backends.llama_cpp.context import ContextOptions, LlamaContext
 from kitelib.backends.llama_cpp.library import default_threads, load_library, spin_note
 from kitelib.backends.llama_cpp.model import GGUFModel
 from kitelib.backends.llama_cpp.model_state import model_state
-from kitelib.backends.llama_cpp.selftest import PLANS, RowPlan, find_plan
+from kitelib.backends.llama_cpp.selftest import PLANS, SPLITS, RowPlan, find_plan
 from kitelib.backends.llama_cpp.template import ChatTemplate
 from kitelib.config import AdapterConfig, Numerics, block_tokens_of
 from kitelib.errors import BackendError, ConfigError, FormatError, UnknownAdapterError
@@ -277,7 +277,8 @@ class _Loader:
                 library_digest(self._lib),
                 self._system(),
                 self._threads,
-                repr(PLANS),
+                repr((PLANS, SPLITS)),
+                repr(sorted((each.digest, each.scale) for each in self._model.adapters.values())),
             )
         ).hexdigest()
         cache = _SelfTestCache(self._options.cache_dir)
@@ -287,11 +288,11 @@ class _Loader:
 
             def make(plan: RowPlan) -> LlamaContext:
                 options = self._context_options(plan, _PROBE_CELLS, block_tokens)
-                context = LlamaContext(self._lib, self._model.handle, options, adapters={})
+                context = LlamaContext(self._lib, self._model.handle, options, adapters=self._adapters)
                 context.layout = layout
                 return context
 
-            plan = find_plan(make, PLANS, self._model.n_vocab)
+            plan = find_plan(make, PLANS, self._model.n_vocab, sorted(self._adapters))
             cache.put(key, plan)
         if plan is None:
             self._notes.append("numerics are standard: on this machine the kernels' bits depend on the batch")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -97,6 +98,15 @@ class CellMap:
         """All dead sequences, to be removed whole; compaction has to follow at once."""
         dead, self.dead = self.dead, []
         return dead
+
+    def recount(self, sequences: Iterable[SequenceCells]) -> None:
+        """Numbers all cells anew, for models whose cells are only counted: nothing is shared, order does not matter."""
+        self._owners[:] = 0
+        self.next_cell = 0
+        for sequence in sequences:
+            count = len(sequence.cells)
+            del sequence.cells[:]
+            self.append(sequence, count)
 
     def renumber(self, moved: Cells, sequences: list[SequenceCells]) -> None:
         """Cell i is now `moved[i]`, for all live sequences."""

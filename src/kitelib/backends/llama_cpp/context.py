@@ -71,7 +71,8 @@ class LlamaContext:
         self._plain = bool(lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model))
         stride = 2 if self._swa and not self._plain else 1
         slots = 1 + options.max_sequences * (1 if self._plain else _SLOTS_PER_SEQUENCE * stride)
-        params.n_seq_max = params.n_outputs_max = min(_MAX_SLOTS, slots)
+        params.n_seq_max = min(_MAX_SLOTS, slots)
+        params.n_outputs_max = max(params.n_seq_max, options.max_sequences + self._padding(options.max_sequences))
         params.n_batch = max(options.rows, params.n_seq_max)
         params.n_threads = params.n_threads_batch = options.threads
         params.flash_attn_type = int(options.flash_attention)
@@ -150,12 +151,11 @@ class LlamaContext:
     def release(self, sequence: SequenceId) -> None:
         """Forgets a sequence."""
         record = self._sequences.pop(sequence)
-        self._cells.bury(record)
         if self._plain:
-            for dead in self._cells.forget_dead():
-                self._remove(dead)
-            self._cells.next_cell = self._cells.live_cells
+            self._remove(record)
+            self._cells.recount(self._sequences.values())
             return
+        self._cells.bury(record)
         trims, removed = self._cells.cut()
         for dead, position in trims:
             for slot in self._slots_of(dead):
@@ -195,6 +195,7 @@ class LlamaContext:
                 rows.logits[row - 1] = 1
         if padding:
             rows.fill(row, [work[0].token_ids[0]] * padding, 0, (_SCRATCH,))
+        self._pad_outputs(sum(item.logits for item in work), total + padding)
         self._batch.n_tokens = total + padding
         status = int(self._lib.llama_decode(self._handle, self._batch))
         if padding:
@@ -208,6 +209,11 @@ class LlamaContext:
     def _padding(self, total: int) -> int:
         padded = max(total, self.options.min_rows)
         return padded + -padded % self.options.row_multiple - total
+
+    def _pad_outputs(self, num_outputs: int, num_rows: int) -> None:
+        """The end of the model only sees the rows whose logits are asked for, so their number is padded as well."""
+        if num_outputs and (extra := self._padding(num_outputs)):
+            self._rows.logits[np.flatnonzero(self._rows.logits[:num_rows] == 0)[:extra]] = 1
 
     def _check_step(self, work: Sequence[StepWork], records: Sequence[SequenceCells], total: int) -> None:
         if not 0 < total <= self.options.rows:

@@ -18,7 +18,7 @@ from kitelib.abc import SequenceId, StepWork
 from kitelib.backends.llama_cpp.context import LlamaContext
 from kitelib.errors import KiteError
 
-__all__ = ["PLANS", "RowPlan", "find_plan"]
+__all__ = ["PLANS", "SPLITS", "RowPlan", "find_plan"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,18 +30,33 @@ class RowPlan:
     row_multiple: int
 
 
-PLANS = (RowPlan(63, 1, 1), RowPlan(63, 2, 1), RowPlan(60, 4, 4), RowPlan(48, 16, 16), RowPlan(15, 1, 1))
+PLANS = (
+    RowPlan(63, 1, 1),
+    RowPlan(63, 2, 1),
+    RowPlan(60, 4, 4),
+    RowPlan(60, 8, 4),
+    RowPlan(48, 16, 16),
+    RowPlan(15, 1, 1),
+)
 
 _NUM_TOKENS = 24
-_SPLITS: tuple[tuple[int, ...], ...] = ((16, 8), (9, 7, 5, 2), (23, 1))
+# Lone rows come often: in half precision their other order of summing changes only few values of a narrow model.
+SPLITS: tuple[tuple[int, ...], ...] = ((16, 8), (9, 7, 5, 2), (23, 1), (1,) * _NUM_TOKENS, (2, 3, 2, 3, 4, 2, 3, 5))
+# Sequences that ask for logits in one step; the output matrix may be quantized in another way than the rest.
+_MAX_OUTPUTS = 7
 # From 512 cells on a lone row takes another attention path (split over the threads).
 _CROWD_CELLS = 520
 
 
-def find_plan(make: Callable[[RowPlan], LlamaContext], plans: Sequence[RowPlan], vocab_size: int) -> RowPlan | None:
+def find_plan(
+    make: Callable[[RowPlan], LlamaContext],
+    plans: Sequence[RowPlan],
+    vocab_size: int,
+    adapters: Sequence[str] = (),
+) -> RowPlan | None:
     """The first plan under which KV and logits don't depend on chunking, neighbours, or place; None if none.
 
-    `make` creates a context with its layout probed; it is closed again.
+    `make` creates a context with its layout probed; it is closed again. It has to hold with each of `adapters` too.
     """
     for plan in plans:
         try:
@@ -49,7 +64,7 @@ def find_plan(make: Callable[[RowPlan], LlamaContext], plans: Sequence[RowPlan],
         except KiteError:
             continue
         try:
-            if _holds(context, vocab_size):
+            if all(_holds(context, vocab_size, adapter) for adapter in (None, *adapters)):
                 return plan
         except KiteError:
             continue
@@ -64,25 +79,49 @@ def _tokens(count: int, vocab_size: int, seed: int) -> list[int]:
     return [int(t) for t in np.random.Generator(np.random.PCG64(seed)).integers(low, max(low + 1, high), count)]
 
 
-def _holds(context: LlamaContext, vocab_size: int) -> bool:
+def _holds(context: LlamaContext, vocab_size: int, adapter: str | None) -> bool:
     tokens = _tokens(_NUM_TOKENS, vocab_size, 1)
-    others = _tokens(_NUM_TOKENS, vocab_size, 2)
-    reference = _run(context, tokens, (min(_NUM_TOKENS, context.options.rows),))
-    for split in _SPLITS:
-        if not _same(reference, _run(context, tokens, split)):
+    others = _tokens(context.options.rows, vocab_size, 2)
+    reference = _run(context, adapter, tokens, (min(_NUM_TOKENS, context.options.rows),))
+    for split in SPLITS:
+        if not _same(reference, _run(context, adapter, tokens, split)):
             return False
+    if not _outputs_hold(context, adapter, tokens):
+        return False
     # Beside another sequence, interleaved, at an odd place.
-    neighbour = context.create()
+    neighbour = context.create(adapter)
     context.step([StepWork(neighbour, others[:13], 0, False)])
-    same = _same(reference, _run(context, tokens, (16, 7, 1), beside=(neighbour, others)))
-    # With its cells far apart in a full cache: the halves of a split attention path both see some of them.
-    crowd = context.create()
+    same = _same(reference, _run(context, adapter, tokens, (16, 7, 1), beside=(neighbour, others, 1)))
+    # In a full step, behind the rows of another sequence.
+    filler = context.create(adapter)
+    rows_beside = max(1, context.options.rows - _NUM_TOKENS)
     same = same and _same(
-        reference, _run(context, tokens, (12, 11, 1), pause=lambda: _crowd(context, neighbour, crowd))
+        reference, _run(context, adapter, tokens, (_NUM_TOKENS,), beside=(filler, others, rows_beside))
+    )
+    context.release(filler)
+    # With its cells far apart in a full cache: the halves of a split attention path both see some of them.
+    crowd = context.create(adapter)
+    same = same and _same(
+        reference, _run(context, adapter, tokens, (12, 11, 1), pause=lambda: _crowd(context, neighbour, crowd))
     )
     context.release(crowd)
     context.release(neighbour)
     return same
+
+
+def _outputs_hold(context: LlamaContext, adapter: str | None, tokens: list[int]) -> bool:
+    """Whether logits are the same however many rows of a step ask for them."""
+    reference: npt.NDArray[np.float32] | None = None
+    for count in range(1, min(_MAX_OUTPUTS, context.free_sequences) + 1):
+        sequences = [context.create(adapter) for _ in range(count)]
+        for logits in context.step([StepWork(each, tokens[:2], 0, True) for each in sequences]).logits:
+            assert logits is not None
+            reference = logits.copy() if reference is None else reference
+            if not np.array_equal(reference, logits):
+                return False
+        for each in sequences:
+            context.release(each)
+    return True
 
 
 def _crowd(context: LlamaContext, source: SequenceId, target: SequenceId) -> None:
@@ -111,22 +150,26 @@ def _pieces(total: int, split: Sequence[int], rows: int) -> Iterator[tuple[int, 
 
 def _run(
     context: LlamaContext,
+    adapter: str | None,
     tokens: list[int],
     split: Sequence[int],
-    beside: tuple[SequenceId, list[int]] | None = None,
+    beside: tuple[SequenceId, list[int], int] | None = None,
     pause: Callable[[], None] | None = None,
 ) -> Result:
-    """Logits after the last token, and the KV of all tokens."""
-    sequence = context.create()
+    """Logits after the last token, and the KV of all tokens.
+
+    Each step also has up to n tokens of the sequence `beside`, which consists of these tokens: (sequence, tokens, n).
+    """
+    sequence = context.create(adapter)
     logits: npt.NDArray[np.float32] | None = None
-    room = context.options.rows if beside is None else context.options.rows - 1
+    room = context.options.rows if beside is None else context.options.rows - beside[2]
     for start, stop in _pieces(len(tokens), split, room):
         work = [StepWork(sequence, tokens[start:stop], start, stop == len(tokens))]
         if beside is not None:
-            other, others = beside
+            other, others, count = beside
             held = context.num_tokens(other)
             if held < len(others):
-                work.insert(0, StepWork(other, others[held : held + 1], held, False))
+                work.insert(0, StepWork(other, others[held : held + count], held, False))
         logits = context.step(work).logits[-1]
         if pause is not None and start == 0:
             pause()

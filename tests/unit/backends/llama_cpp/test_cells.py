@@ -104,7 +104,11 @@ class World:
 
 
 OPERATIONS = st.lists(
-    st.tuples(st.sampled_from(["create", "append", "append", "share", "bury", "compact"]), st.integers(0, 9), st.integers(0, 12)),
+    st.tuples(
+        st.sampled_from(["create", "append", "append", "share", "bury", "compact"]),
+        st.integers(0, 9),
+        st.integers(0, 12),
+    ),
     max_size=40,
 )
 
@@ -183,7 +187,7 @@ def test_after_compaction_the_live_cells_are_the_lowest_in_the_same_order() -> N
 
 
 def test_cells_as_an_array_are_a_copy() -> None:
-    world, (first,) = world_with(3)
+    _, (first,) = world_with(3)
     copy: Any = first.as_array()
     copy[0] = 9
     assert list(first.cells) == [0, 1, 2]
