@@ -184,6 +184,14 @@ class Backend(Protocol):
         one is cut at token `end` if given. Returns fewer when the tokens are not there any more."""
         ...
 
+    def cut(self, payload: BlockPayload, num_tokens: int) -> BlockPayload:
+        """The first `num_tokens` tokens of a payload; KV of a token never depends on later tokens.
+
+        Raises:
+            FormatError: the payload is not of this backend, or has fewer tokens.
+        """
+        ...
+
     def restore_blocks(self, sequence: SequenceId, first: int, payloads: Sequence[BlockPayload]) -> None:
         """Appends blocks to a sequence that holds exactly `first * block_tokens` tokens. All or nothing.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kitelib import KiteEngine
 from tests.support.answers import ONE_STEP, answer, cold_answer, evict_to_pool, prompt_of
 
 GREEDY = {"max_tokens": 4, "logprobs": 5, "ignore_eos": True}
@@ -16,28 +18,49 @@ TINY_VOCAB = 2048
 GEMMA_WINDOW = 512
 
 
-async def test_gemma_across_its_window(gemma_path: Path, open_engine: OpenEngine) -> None:
+@pytest.fixture(scope="module")
+async def gemma(gemma_path: Path, open_engine: OpenEngine) -> AsyncIterator[KiteEngine]:
+    async with open_engine(gemma_path, n_ctx=768, kv_tokens=2048, max_sequences=8) as engine:
+        assert engine.stats()["numerics"] == "bitwise"
+        yield engine
+
+
+async def test_gemma_across_its_window(gemma: KiteEngine) -> None:
     """600 tokens, so that most layers have lost sight of the first 88; shared, restored, and gone on from."""
     prompt = prompt_of(600, seed=400)
     assert len(prompt) > GEMMA_WINDOW
-    async with open_engine(gemma_path, n_ctx=768, kv_tokens=2048, max_sequences=4) as engine:
-        assert engine.stats()["numerics"] == "bitwise"
-        expected = await cold_answer(engine, prompt, **GREEDY)
-        first = await engine.generate(prompt, **GREEDY)
-        assert (answer(first), first.usage.cached_tokens) == (expected, 0)
-        shared = await engine.generate(prompt, reuse=ONE_STEP, **GREEDY)
-        assert (answer(shared), shared.reuse.tiers) == (expected, {"context": 599})
-        await evict_to_pool(engine)
-        restored = await engine.generate(prompt, reuse=ONE_STEP, **GREEDY)
-        assert (answer(restored), restored.reuse.tiers) == (expected, {"memory": 592})
-        # A prompt that leaves the first one before the window's start of its end: what it shares is still there.
-        branch = [*prompt[:70], *prompt_of(8, seed=401)]
-        branched = await engine.generate(branch, **GREEDY)
-        assert branched.reuse.tiers == {"context": 70}
-        assert answer(branched) == await cold_answer(engine, branch, **GREEDY)
-        await evict_to_pool(engine)
-        known = await engine.generate(prompt, **GREEDY)
-        assert (answer(known), known.reuse.zero_prefill) == (expected, True)
+    expected = await cold_answer(gemma, prompt, **GREEDY)
+    first = await gemma.generate(prompt, **GREEDY)
+    assert (answer(first), first.usage.cached_tokens) == (expected, 0)
+    shared = await gemma.generate(prompt, reuse=ONE_STEP, **GREEDY)
+    assert (answer(shared), shared.reuse.tiers) == (expected, {"context": 599})
+    await evict_to_pool(gemma)
+    restored = await gemma.generate(prompt, reuse=ONE_STEP, **GREEDY)
+    assert (answer(restored), restored.reuse.tiers) == (expected, {"memory": 592})
+    # A prompt that leaves the first one long before its end: what the window has passed is still there.
+    branch = [*prompt[:70], *prompt_of(8, seed=401)]
+    branched = await gemma.generate(branch, **GREEDY)
+    assert branched.reuse.tiers == {"context": 70}
+    assert answer(branched) == await cold_answer(gemma, branch, **GREEDY)
+    await evict_to_pool(gemma)
+    known = await gemma.generate(prompt, **GREEDY)
+    assert (answer(known), known.reuse.zero_prefill) == (expected, True)
+
+
+async def test_gemma_together(gemma: KiteEngine) -> None:
+    """Steps with one row and with many, and with one to five rows of logits; what was decoded is a prompt later."""
+    options = {**GREEDY, "max_tokens": 5}
+    prompts = [prompt_of(3 + 4 * index, seed=410 + index) for index in range(5)]
+    expected = [await cold_answer(gemma, prompt, **options) for prompt in prompts]
+    gens = await asyncio.gather(*(gemma.generate(prompt, **options) for prompt in prompts))
+    assert [answer(gen) for gen in gens] == expected
+    turn = [*prompts[4], *gens[4].token_ids, *prompt_of(4, seed=420)]
+    later = await cold_answer(gemma, turn, **options)
+    for _ in range(2):
+        gen = await gemma.generate(turn, reuse=ONE_STEP, **options)
+        assert answer(gen) == later
+        assert gen.usage.cached_tokens > 0
+        await evict_to_pool(gemma)
 
 
 # The default block of each architecture; "gemma3" has a window of 64 tokens here.

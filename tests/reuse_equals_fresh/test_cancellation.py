@@ -10,9 +10,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from tests.support.answers import answer, cold_answer, prompt_of
-
 from kitelib import KiteEngine
+from tests.support.answers import answer, cold_answer, prompt_of
 
 CANCELLATIONS = 200
 AT_ONCE = 20

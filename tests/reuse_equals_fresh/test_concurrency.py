@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.answers import REUSE_OFF, answer, cold_answer, prompt_of
 
 from kitelib import KiteEngine, PoolConfig, ReusePolicy
+from tests.support.answers import REUSE_OFF, answer, cold_answer, prompt_of
 
 Options = Mapping[str, Any]
 Case = tuple[list[int], Options, list[Mapping[str, Any]]]
@@ -85,6 +85,7 @@ def check_nothing_is_left(engine: KiteEngine) -> None:
 async def test_together_as_alone(smollm2_path: Path, open_engine: Callable[..., Any], cases: list[Case]) -> None:
     async with open_engine(smollm2_path, n_ctx=512, kv_tokens=2048) as engine:
         await ask_all(engine, cases, seed=0)
+        await engine.flush()
         first = engine.stats()
         assert first["cached_tokens"] >= 6 * 48  # the common prefix was computed once
         await ask_all(engine, cases, seed=1)

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.support.answers import prompt_of
 
 from kitelib.abc import BlockPayload, SequenceId, StepWork
 from kitelib.backends.llama_cpp.backend import LlamaCppBackend, LlamaCppOptions
+from tests.support.answers import prompt_of
 
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 512, 1000)
 SHORT = LENGTHS[:-2]
@@ -96,9 +96,7 @@ def test_references_are_not_trivially_equal(fresh: dict[int, Fresh]) -> None:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_restored_blocks_give_the_same_bits(
-    backend: LlamaCppBackend, fresh: dict[int, Fresh], length: int
-) -> None:
+def test_restored_blocks_give_the_same_bits(backend: LlamaCppBackend, fresh: dict[int, Fresh], length: int) -> None:
     """All full blocks before the last token come from another length's sequence, as they would from a pool."""
     blocks = fresh[1000].blocks[: (length - 1) // BLOCK]
     sequence = backend.create()
@@ -108,9 +106,7 @@ def test_restored_blocks_give_the_same_bits(
 
 
 @pytest.mark.parametrize("length", [length for length in LENGTHS if length > 1])
-def test_a_restored_tail_gives_the_same_bits(
-    backend: LlamaCppBackend, fresh: dict[int, Fresh], length: int
-) -> None:
+def test_a_restored_tail_gives_the_same_bits(backend: LlamaCppBackend, fresh: dict[int, Fresh], length: int) -> None:
     """All but the last token is restored, the last piece inside a block; in two calls, as after a partial hit."""
     source = backend.create()
     backend.restore_blocks(source, 0, fresh[length].blocks)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.answers import ONE_STEP, answer, cold_answer, evict_to_pool, prompt_of
 
 from kitelib import KiteEngine
+from tests.support.answers import ONE_STEP, answer, cold_answer, evict_to_pool, prompt_of
 
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 512, 1000)
 BLOCK = 16
@@ -25,9 +25,7 @@ async def engine(smollm2_path: Path, open_engine: Callable[..., Any]) -> AsyncIt
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-async def test_every_way_to_an_answer_gives_the_same(
-    engine: KiteEngine, cold_engine: KiteEngine, length: int
-) -> None:
+async def test_every_way_to_an_answer_gives_the_same(engine: KiteEngine, cold_engine: KiteEngine, length: int) -> None:
     prompt = prompt_of(length, seed=2)
     expected = await cold_answer(cold_engine, prompt, **GREEDY)
 
@@ -40,6 +38,7 @@ async def test_every_way_to_an_answer_gives_the_same(
     assert shared.reuse.tiers == ({"context": length - 1} if length > 1 else {})
     assert shared.reuse.computed_tokens == 1
 
+    await engine.flush()
     steps = engine.stats()["steps"]
     known = await engine.generate(prompt, **GREEDY)
     assert answer(known) == expected

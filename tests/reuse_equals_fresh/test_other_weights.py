@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kitelib import AdapterConfig, KiteEngine, ReusePolicy
 from tests.support.answers import answer, cold_answer, evict_to_pool, prompt_of
 from tests.support.gguf_files import modified_copy, write_lora
-
-from kitelib import AdapterConfig, KiteEngine
 
 GREEDY = {"max_tokens": 6, "logprobs": 3, "ignore_eos": True}
 SMALL = {"n_ctx": 256, "kv_tokens": 256}
@@ -48,9 +48,7 @@ async def check_fresh(engine: KiteEngine, prompts: list[list[int]], expected: li
         assert answer(await engine.generate(prompt, **GREEDY, **options)) == each
 
 
-async def test_smollm2_with_one_changed_weight(
-    smollm2_path: Path, open_engine: OpenEngine, tmp_path: Path
-) -> None:
+async def test_smollm2_with_one_changed_weight(smollm2_path: Path, open_engine: OpenEngine, tmp_path: Path) -> None:
     """The file is replaced under the same path: same name, size and modification time, one byte differs."""
     prompts = [prompt_of(length, seed=300) for length in (1, 16, 40)]
     path = tmp_path / "model.gguf"
@@ -146,8 +144,6 @@ async def test_adapters_beside_each_other(
 
 
 async def test_tenants_share_nothing(tiny_model: Callable[..., Path], open_engine: OpenEngine) -> None:
-    from kitelib import ReusePolicy
-
     prompt = prompt_of(50, seed=305, vocab_size=2048)
     async with open_engine(tiny_model("llama"), **SMALL) as engine:
         expected = await cold_answer(engine, prompt, **GREEDY)
@@ -155,5 +151,6 @@ async def test_tenants_share_nothing(tiny_model: Callable[..., Path], open_engin
             policy = ReusePolicy(namespace=name)
             gen = await engine.generate(prompt, reuse=policy, **GREEDY)
             assert (answer(gen), gen.usage.cached_tokens) == (expected, 0)
+            await engine.flush()
             gen = await engine.generate(prompt, reuse=policy, **GREEDY)
             assert (answer(gen), gen.usage.cached_tokens) == (expected, 50)

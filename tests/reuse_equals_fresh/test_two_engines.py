@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.answers import answer, cold_answer, evict_to_pool, prompt_of
-
 from kitelib import KiteEngine, PoolConfig
+from tests.support.answers import answer, cold_answer, evict_to_pool, prompt_of
 
 GREEDY = {"max_tokens": 8, "logprobs": 3, "ignore_eos": True}
 TINY_VOCAB = 2048

@@ -114,6 +114,8 @@ async def tokenize_chat(
     serving: Serving, door: ThreadDoor, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
 ) -> list[int]:
     """Token ids of a rendered chat, up to where the assistant's answer starts."""
+    if isinstance(messages, (list, tuple)) and not messages:
+        raise EmptyPromptError("messages is empty; give at least one message")
     if isinstance(messages, (str, bytes)) or not messages:
         raise InvalidRequestError("messages must be a non-empty list of mappings with 'role' and 'content'")
     backend = serving.backend

@@ -9,7 +9,7 @@ from kitelib.abc import Backend
 from kitelib.engine.request import Run
 from kitelib.engine.residency import Residency
 from kitelib.engine.saving import Saver
-from kitelib.errors import BackendError
+from kitelib.errors import BackendError, FormatError
 from kitelib.yoco.planner import PooledPrefix
 
 __all__ = ["ContextMemory"]
@@ -84,7 +84,6 @@ class ContextMemory:
                 return None
         restored = self._begin(run, source, base, prefix, restorable)
         self.residency.update(run)
-        self._learn_branch_point(run, source, base)
         return base, restored
 
     def _restorable(self, run: Run, shared: int, prefix: PooledPrefix) -> int:
@@ -92,13 +91,8 @@ class ContextMemory:
         size = self.backend.info.block_tokens
         if prefix.first * size > shared:
             return 0
-        limit = len(run.tokens) - 1
-        blocks = min(len(prefix.payloads), max(0, limit // size - prefix.first))
-        tokens = (prefix.first + blocks) * size
-        whole = blocks == len(prefix.payloads)
-        if whole and prefix.tail is not None and tokens + prefix.tail.num_tokens <= limit:
-            tokens += prefix.tail.num_tokens
-        return tokens if blocks or tokens % size else 0
+        found = len(prefix.payloads) * size + prefix.tail_tokens
+        return min(prefix.first * size + found, len(run.tokens) - 1) if found else 0
 
     def _begin(self, run: Run, source: Run | None, base: int, prefix: PooledPrefix, restorable: int) -> int:
         size = self.backend.info.block_tokens
@@ -112,22 +106,17 @@ class ContextMemory:
         run.computed = base
         if restorable <= base:
             return 0
-        payloads = list(prefix.payloads[base // size - prefix.first : restorable // size - prefix.first])
-        if restorable % size and prefix.tail is not None:
-            payloads.append(prefix.tail)
+        found = [*prefix.payloads, *([prefix.tail] if prefix.tail is not None else [])]
+        payloads = found[base // size - prefix.first : -(-restorable // size) - prefix.first]
         try:
+            if payloads and restorable % size not in (0, payloads[-1].num_tokens):
+                payloads[-1] = self.backend.cut(payloads[-1], restorable % size)
             self.backend.restore_blocks(run.sequence, base // size, payloads)
-        except BackendError:
+        except (BackendError, FormatError):
             return 0  # a miss: the tokens are computed instead
         run.computed = restorable
         run.saved = restorable // size * size if run.saved == base else run.saved
         return restorable - base
-
-    def _learn_branch_point(self, run: Run, source: Run | None, base: int) -> None:
-        """Prompts part inside a block here: keeping the part before it lets the next one start right there."""
-        if source is not None and base % self.backend.info.block_tokens and run.computed == base:
-            run.tail_ends.append(base)
-            self.saver.note(run, tail=False)
 
     def _trim_idle(self, source: Run | None, new_tokens: int) -> None:
         limit = max(0, self.backend.info.resident_idle_tokens - new_tokens)

@@ -62,7 +62,7 @@ class KiteEngine:
         self._pool_config = pool_config
         self._door = ThreadDoor()
         self.pool = RUPool(pool_config, self._door)
-        self._recycler = Recycler(self.pool, self._door, _MAX_PENDING_WRITE_BYTES)
+        self._recycler = Recycler(self.pool, _MAX_PENDING_WRITE_BYTES)
         self._supervisor = Supervisor()
         self._gate = Gate(max_queue + loader.max_sequences)
         self._serving: Serving | None = None
@@ -195,8 +195,7 @@ class KiteEngine:
         call = self._call(prompt, messages, tools, sampling, reuse, adapter, deadline, priority, options, False)
         async with self._gate.enter():
             mailbox: Mailbox[Any] = Mailbox()
-            request = await call.request(self._current, self._door, self.pool.epoch, mailbox.put)
-            with Submitted(self._current.scheduler, request) as submitted:
+            with await self._submit(call, mailbox) as submitted:
                 generation = submitted.take(await mailbox.get())
         assert isinstance(generation, Generation)
         return generation
@@ -239,12 +238,20 @@ class KiteEngine:
         policy = check_policy(reuse, self.reuse)
         return Call(prompt, messages, tools, params, policy, adapter, deadline, priority, streaming)
 
+    async def _submit(self, call: Call, mailbox: Mailbox[Any]) -> Submitted:
+        serving = self._current
+        with serving.scheduler.expecting():
+            request = await call.request(serving, self._door, self.pool.epoch, mailbox.put)
+            # Closed in between?
+            submitted = Submitted(self._current.scheduler, request)
+            serving.scheduler.submit(request)
+        return submitted
+
     async def _stream(self, call: Call) -> AsyncGenerator[Chunk, None]:
         async with self._gate.enter():
             mailbox: Mailbox[Any] = Mailbox()
-            request = await call.request(self._current, self._door, self.pool.epoch, mailbox.put)
             held: Chunk | None = None
-            with Submitted(self._current.scheduler, request) as submitted:
+            with await self._submit(call, mailbox) as submitted:
                 while not submitted.finished:
                     item = submitted.take(await mailbox.get())
                     if held is not None:

@@ -8,11 +8,12 @@ When all tokens of a branch are computed, the step's logits give it one more. Se
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import logging
 import queue
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,7 @@ _LOG = logging.getLogger("kitelib.scheduler")
 _ADMISSION_WINDOW = 64  # waiting branches looked at per step
 _SAVED_BLOCKS_PER_STEP = 8
 _SAVED_BLOCKS_IDLE = 32
+_COMPANION_WAIT_S = 0.003
 # Fetches the pool's part of a branch's tokens from a block on; called on the event loop, answers with `fetched`.
 AskPool = Callable[[Branch, int], None]
 
@@ -72,6 +74,7 @@ class Scheduler:
         self._last_adapter: str | None = None
         self._stopping: KiteError | None = None
         self.ended = False
+        self._expected = 0
         self.counters = SchedulerCounters()
 
     # Called from other threads
@@ -81,6 +84,19 @@ class Scheduler:
         self._inbox.put(lambda: self._on_submit(request))
         if self.ended:  # nobody reads the inbox any more: answer here
             self._end(EngineClosedError() if self._stopping is None else self._stopping)
+
+    @contextlib.contextmanager
+    def expecting(self) -> Iterator[None]:
+        """A request is being prepared and will be submitted inside the block. On the event loop.
+
+        An idle scheduler that gets the first of several simultaneous requests waits a moment for the others, so that
+        they share their first step instead of waiting for that of the first.
+        """
+        self._expected += 1
+        try:
+            yield
+        finally:
+            self._expected -= 1
 
     def cancel(self, request: Request) -> None:
         """Ends a request without an answer; what it computed stays reusable."""
@@ -160,10 +176,20 @@ class Scheduler:
         self._port.flush()
 
     def _drain_inbox(self) -> None:
-        job = self._next_job(block=not self._busy())
+        idle = not self._busy()
+        job = self._next_job(block=idle)
         while job is not None:
             job()
             job = self._next_job(block=False)
+        if idle and self._waiting and self._expected:
+            self._port.flush()
+            self._await_companions()
+
+    def _await_companions(self) -> None:
+        deadline = time.monotonic() + _COMPANION_WAIT_S
+        while self._expected and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                self._inbox.get(timeout=left)()
 
     def _next_job(self, *, block: bool) -> Callable[[], None] | None:
         try:
@@ -313,7 +339,6 @@ class Scheduler:
         self._active.append(branch)
         branch.prefix = EMPTY_PREFIX
         self._note_admission(branch, *started)
-        self._learn_branch_point(branch)
         if run.shared:
             size = self._backend.info.block_tokens
             for fingerprint in run.chain.fingerprints[run.computed // size :]:
@@ -339,14 +364,6 @@ class Scheduler:
             prompt = len(request.prompt)
             request.context_tokens = min(context_tokens, prompt)
             request.pool_tokens = min(context_tokens + pool_tokens, prompt) - request.context_tokens
-
-    def _learn_branch_point(self, branch: Branch) -> None:
-        """An earlier prompt went the same way up to inside a block that nobody keeps: this run will."""
-        divergence = branch.request.divergence
-        if divergence is not None and branch.run.shared and not branch.new_tokens:
-            position = divergence.position
-            if position > branch.run.computed and position % self._backend.info.block_tokens:
-                branch.run.tail_ends.append(position)
 
     def _stop_computing(self, branch: Branch) -> None:
         for fingerprint in branch.run.chain.fingerprints:

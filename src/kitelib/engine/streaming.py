@@ -22,7 +22,6 @@ class Submitted:
         self.finished = False
 
     def __enter__(self) -> Submitted:
-        self._scheduler.submit(self._request)
         return self
 
     def take(self, item: Chunk | Generation | KiteError) -> Chunk | Generation:

@@ -15,6 +15,7 @@ from kitelib.fingerprint.chain import model_key
 from kitelib.runtime.limits import default_pool_bytes
 from kitelib.runtime.threads import ThreadDoor
 from kitelib.stores.memory import MemoryStore
+from kitelib.stores.siblings import Siblings
 from kitelib.upcycle.codec import get_codec
 from kitelib.upcycle.unit import Expectation, RecyclableUnit, inspect, pack, unpack
 
@@ -42,6 +43,7 @@ class RUPool:
     Attributes:
         epoch: freshness epoch; units written before the last `clear` carry a lower one and are never given out.
         refused: units that failed a check on reading, and reads that a tier failed.
+        siblings: which stored KV units go on from the same block.
     """
 
     def __init__(self, config: PoolConfig, door: ThreadDoor) -> None:
@@ -52,6 +54,7 @@ class RUPool:
                 )
         limit = default_pool_bytes() if config.memory_bytes is None else config.memory_bytes
         self.memory = MemoryStore(limit, ttl_s=config.ttl_seconds)
+        self.siblings = Siblings()
         self.epoch = 0
         self.refused = 0
         self._enabled = limit > 0
@@ -123,6 +126,14 @@ class RUPool:
         wanted = store_key(model_key(unit.model_state), unit.kind, unit.cf)
         return wanted, pack(unit, self._codecs[unit.kind], hmac_key=self._hmac_key)
 
+    async def put_units(self, units: Sequence[RecyclableUnit], epoch: int) -> None:
+        """Encodes and stores units, unless the pool was cleared since they were computed."""
+        await self.put_many(await self._door.run(lambda: [self.encode(unit) for unit in units]), epoch)
+        if epoch == self.epoch:
+            for unit in units:
+                if unit.kind == "kv":
+                    self.siblings.add(unit.parent, unit.cf, unit.token_ids)
+
     async def put_many(self, items: Sequence[tuple[str, bytes]], epoch: int) -> None:
         """Stores encoded units, unless the pool was cleared since they were made."""
         if epoch == self.epoch:
@@ -151,6 +162,7 @@ class RUPool:
     async def clear(self) -> dict[str, int]:
         """Drops everything in every tier; returns how many units each held. Pending writes become void."""
         self.epoch += 1
+        self.siblings.clear()
         return {"memory": self.memory.clear()}
 
     def stats(self) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,6 @@ import logging
 import threading
 from collections.abc import Sequence
 
-from kitelib.runtime.threads import ThreadDoor
 from kitelib.stores.pool import RUPool
 from kitelib.upcycle.unit import RecyclableUnit
 
@@ -28,9 +27,8 @@ class Recycler:
         pending_bytes: bytes of data on the way.
     """
 
-    def __init__(self, pool: RUPool, door: ThreadDoor, max_pending_bytes: int) -> None:
+    def __init__(self, pool: RUPool, max_pending_bytes: int) -> None:
         self._pool = pool
-        self._door = door
         self._max_pending_bytes = max_pending_bytes
         self._queue: collections.deque[tuple[int, int, list[RecyclableUnit]]] = collections.deque()
         self._wake = asyncio.Event()
@@ -73,8 +71,7 @@ class Recycler:
                 await self._wake.wait()
             epoch, reserved_bytes, units = self._queue.popleft()
             try:
-                items = await self._door.run(lambda units=units: [self._pool.encode(unit) for unit in units])  # type: ignore[misc]
-                await self._pool.put_many(items, epoch)
+                await self._pool.put_units(units, epoch)
                 self.registered += len(units)
             except Exception:  # noqa: BLE001 - the caller of the request must never see a failing store
                 self.dropped += len(units)

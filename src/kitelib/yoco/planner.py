@@ -1,7 +1,7 @@
 """What the pool has for a prompt.
 
 A prompt is looked up from its first block that is not in the engine's context on: full blocks up to the first miss,
-then the longest stored tail that continues them, then the logits after the whole prompt. Nothing is attached here;
+then what continues them in part, then the logits after the whole prompt. Nothing is attached here;
 the scheduler decides what of it still helps when the request is admitted.
 """
 
@@ -30,7 +30,8 @@ class PooledPrefix:
     Attributes:
         first: block index of the first payload.
         payloads: consecutive full blocks from `first` on.
-        tail: tokens that follow the last payload (or block `first - 1`), fewer than a block; None if none is stored.
+        tail: KV that follows the last payload (or block `first - 1`); None if none is stored.
+        tail_tokens: how many of its first tokens are the prompt's.
         logits: float32 (vocab_size,), after the last token of the whole prompt; read-only. None if not stored.
         tier: tier that gave the payloads.
     """
@@ -38,6 +39,7 @@ class PooledPrefix:
     first: int = 0
     payloads: tuple[BlockPayload, ...] = ()
     tail: BlockPayload | None = None
+    tail_tokens: int = 0
     logits: npt.NDArray[np.float32] | None = None
     tier: str = "memory"
 
@@ -87,7 +89,7 @@ class Planner:
         ]
         run = await self._pool.leading_run(blocks)
         units = await self._pool.fetch_run(blocks[:run])
-        tail = await self._find_tail(chain, token_ids, first + len(units))
+        tail, tail_tokens = await self._find_tail(chain, token_ids, first + len(units))
         found: list[RecyclableUnit] = []
         if logits:
             wanted = Wanted.of(self.expect_logits(chain))
@@ -96,19 +98,40 @@ class Planner:
             first,
             tuple(_payload(unit) for unit in units),
             _payload(tail) if tail else None,
+            tail_tokens,
             found[0].data.view(np.float32) if found else None,
         )
 
-    async def _find_tail(self, chain: BlockChain, token_ids: Sequence[int], block: int) -> RecyclableUnit | None:
-        """The longest stored run of fewer than a block's tokens that goes on from `block`."""
-        start = block * self._info.block_tokens
-        longest = min(self._info.block_tokens - 1, len(token_ids) - start)
-        for count in range(longest, 0, -1):
-            wanted = Wanted.of(self.expect_tail(chain, block, token_ids[start : start + count]))
-            if await self._pool.leading_run([wanted]):
-                units = await self._pool.fetch_run([wanted])
-                return units[0] if units else None
-        return None
+    async def _find_tail(
+        self, chain: BlockChain, token_ids: Sequence[int], block: int
+    ) -> tuple[RecyclableUnit | None, int]:
+        """A stored unit that goes on from `block` at least in part, and how many of its tokens are the prompt's.
+
+        That is the tail of an earlier prompt or answer, or the block in which an earlier prompt took another way.
+        """
+        size = self._info.block_tokens
+        ids = token_ids[block * size : (block + 1) * size]
+        parent = self.before(chain, block)
+        exact = await self._longest_tail(chain, block, ids)
+        sibling = self._pool.siblings.best(parent, ids)
+        if sibling is not None and sibling[2] > exact:
+            cf, tokens, common = sibling
+            units = await self._pool.fetch_run([Wanted.of(self._kv(cf, tokens))])
+            if units:
+                return units[0], common
+            self._pool.siblings.discard(parent, cf)
+        if exact:
+            units = await self._pool.fetch_run([Wanted.of(self.expect_tail(chain, block, ids[:exact]))])
+            if units:
+                return units[0], exact
+        return None, 0
+
+    async def _longest_tail(self, chain: BlockChain, block: int, ids: Sequence[int]) -> int:
+        """Tokens of the longest stored tail that `ids` starts with."""
+        for count in range(min(self._info.block_tokens - 1, len(ids)), 0, -1):
+            if await self._pool.leading_run([Wanted.of(self.expect_tail(chain, block, ids[:count]))]):
+                return count
+        return 0
 
 
 def _payload(unit: RecyclableUnit) -> BlockPayload:

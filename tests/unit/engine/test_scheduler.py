@@ -61,6 +61,7 @@ async def test_no_step_passes_the_budget_and_logits_are_asked_once_a_token(
         assert [gen.token_ids for gen in gens] == alone
         assert max(sum(len(item.token_ids) for item in work) for work in steps.steps) <= budget
         assert all(len(work) == len({item.sequence for item in work}) for work in steps.steps)
+        assert all(item.token_ids for work in steps.steps for item in work)
         assert sum(item.logits for work in steps.steps for item in work) == 6 * 8
 
 

@@ -48,7 +48,7 @@ async def running(limit: int = 10**6, memory_bytes: int = 10**7) -> AsyncIterato
     door = ThreadDoor()
     pool = RUPool(PoolConfig(memory_bytes=memory_bytes), door)
     pool.memory = store = SlowStore()
-    recycler = Recycler(pool, door, limit)
+    recycler = Recycler(pool, limit)
     task = asyncio.create_task(recycler.run())
     try:
         yield recycler, pool, store

@@ -5,12 +5,15 @@
     u32 magic | i32 sequence id | one section per KV cache (two for sliding-window models)
 
     section:  u32 streams (1) | u32 cells | cells x (i32 position, u32 sequences (1), i32 sequence id)
-              u32 V transposed (0) | u32 layers | segments
-    segment:  i32 ggml type | u64 bytes per row | cells x row     K of every layer, then V of every layer
+              u32 V transposed | u32 layers | segments: K of every layer, then V of every layer
+    segment:  i32 ggml type | u64 bytes per row | cells x row
+    V segment, if V is transposed (flash attention off):
+              i32 ggml type | u32 bytes per element | u32 channels | channels x cells x element
 
 The layout is not promised by the library, so it is probed on a real blob at load (`StateLayout.probe`) and every
 later blob has to match it byte for byte; a model whose blob looks different is served without block reuse.
-A payload holds, per section and per run of segments with equal rows, the elements as [segment][token][row].
+A payload holds, one after the other, the sections, and in each its runs of segments that look the same. The elements
+of a run are ordered [segment][token][row], or [segment][channel][token][element] where V is transposed.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import dataclasses
 import hashlib
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -36,26 +39,52 @@ _SECTION = struct.Struct("<II")
 _CELL = struct.Struct("<iIi")
 _DATA = struct.Struct("<II")
 _SEGMENT = struct.Struct("<iQ")
+_CHANNELS = struct.Struct("<iII")  # the header of a transposed segment; as long as the other
 _DTYPES = {0: ("float32", 4), 1: ("float16", 2), 30: ("bfloat16", 2)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Run:
-    """Consecutive segments with the same element type and row size."""
+    """Consecutive segments that look the same.
+
+    Attributes:
+        ggml_type: element type.
+        transposed: whether the tokens of a channel are neighbours, not the channels of a token.
+        channels: rows of a transposed segment; else 1.
+        item_bytes: bytes of one token in one of these rows.
+        segments: number of segments.
+    """
 
     ggml_type: int
-    row_bytes: int
+    transposed: bool
+    channels: int
+    item_bytes: int
     segments: int
+
+    @property
+    def token_bytes(self) -> int:
+        return self.segments * self.channels * self.item_bytes
+
+    def shape(self, num_tokens: int) -> tuple[int, int, int, int]:
+        """[segments, channels, tokens, bytes]: the order in blobs and payloads, transposed or not."""
+        return self.segments, self.channels, num_tokens, self.item_bytes
+
+    def pack_header(self, blob: Bytes, offset: int) -> None:
+        if self.transposed:
+            _CHANNELS.pack_into(blob.data, offset, self.ggml_type, self.item_bytes, self.channels)
+        else:
+            _SEGMENT.pack_into(blob.data, offset, self.ggml_type, self.item_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Section:
     layers: int
+    transposed: bool
     runs: tuple[_Run, ...]
 
     @property
     def token_bytes(self) -> int:
-        return sum(run.segments * run.row_bytes for run in self.runs)
+        return sum(run.token_bytes for run in self.runs)
 
     def num_bytes(self, num_tokens: int) -> int:
         """Bytes of this section in a blob of `num_tokens` cells."""
@@ -96,6 +125,11 @@ class StateLayout:
         return cls(magic, tuple(sections))
 
     @property
+    def transposed(self) -> bool:
+        """Whether V is transposed, that is, whether flash attention is off."""
+        return any(section.transposed for section in self.sections)
+
+    @property
     def token_bytes(self) -> int:
         """KV bytes of one token, all layers and caches."""
         return sum(section.token_bytes for section in self.sections)
@@ -134,15 +168,26 @@ class StateLayout:
                 raise FormatError(f"the state blob does not hold the positions {first} to {first + total - 1} in order")
             for view in self._views(section, blob, offset, total):
                 for part, (start, stop) in zip(parts, bounds, strict=True):
-                    part.append(np.ascontiguousarray(view[:, start:stop]).reshape(-1))
+                    part.append(view[:, :, start:stop])
             offset += section.num_bytes(total)
-        dtype, layout = self.dtype, self.layout_id
-        size = next((size for name, size in _DTYPES.values() if name == dtype), 1)
-        payloads = []
-        for part, count in zip(parts, counts, strict=True):
-            data = part[0] if len(part) == 1 else np.concatenate(part)
-            payloads.append(BlockPayload(count, data, dtype, (len(data) // size,), layout))
-        return payloads
+        return [self._payload(part, count) for part, count in zip(parts, counts, strict=True)]
+
+    def cut(self, payload: BlockPayload, num_tokens: int) -> BlockPayload:
+        """The first `num_tokens` tokens of a payload, copied.
+
+        Raises:
+            FormatError: the payload has another layout or size, or fewer tokens, or `num_tokens` is not positive.
+        """
+        self._check(payload)
+        if not 1 <= num_tokens <= payload.num_tokens:
+            raise FormatError(f"can't cut {num_tokens} tokens off a payload; give 1 to {payload.num_tokens}")
+        parts, offset = [], 0
+        for run in self._runs():
+            size = payload.num_tokens * run.token_bytes
+            items = payload.data[offset : offset + size].reshape(run.shape(payload.num_tokens))
+            parts.append(items[:, :, :num_tokens])
+            offset += size
+        return self._payload(parts, num_tokens)
 
     def join(self, first: int, payloads: Sequence[BlockPayload]) -> Bytes:
         """The blob that restores `payloads` to the positions from `first` on.
@@ -150,13 +195,8 @@ class StateLayout:
         Raises:
             FormatError: a payload has another layout or size.
         """
-        layout = self.layout_id
         for payload in payloads:
-            if payload.layout != layout or len(payload.data) != payload.num_tokens * self.token_bytes:
-                raise FormatError(
-                    f"a payload of {payload.num_tokens} tokens has layout {payload.layout!r} and "
-                    f"{len(payload.data)} bytes; this model needs {layout!r} and {payload.num_tokens * self.token_bytes}"
-                )
+            self._check(payload)
         total = sum(payload.num_tokens for payload in payloads)
         blob = np.empty(self.num_bytes(total), np.uint8)
         _OUTER.pack_into(blob.data, 0, self.magic, 0)
@@ -167,15 +207,33 @@ class StateLayout:
             for run, view in zip(section.runs, self._views(section, blob, offset, total), strict=True):
                 start = 0
                 for i, payload in enumerate(payloads):
-                    size = run.segments * payload.num_tokens * run.row_bytes
-                    rows = payload.data[consumed[i] : consumed[i] + size]
-                    view[:, start : start + payload.num_tokens] = rows.reshape(
-                        run.segments, payload.num_tokens, run.row_bytes
-                    )
+                    size = payload.num_tokens * run.token_bytes
+                    items = payload.data[consumed[i] : consumed[i] + size]
+                    view[:, :, start : start + payload.num_tokens] = items.reshape(run.shape(payload.num_tokens))
                     consumed[i] += size
                     start += payload.num_tokens
             offset += section.num_bytes(total)
         return blob
+
+    def _runs(self) -> Iterator[_Run]:
+        return itertools.chain.from_iterable(section.runs for section in self.sections)
+
+    def _check(self, payload: BlockPayload) -> None:
+        layout, num_bytes = self.layout_id, payload.num_tokens * self.token_bytes
+        if payload.layout != layout or len(payload.data) != num_bytes:
+            raise FormatError(
+                f"a payload of {payload.num_tokens} tokens has layout {payload.layout!r} and {len(payload.data)} "
+                f"bytes; this model needs {layout!r} and {num_bytes}"
+            )
+
+    def _payload(self, parts: Sequence[Bytes], num_tokens: int) -> BlockPayload:
+        """A payload with its own copy of `parts`, one per run."""
+        data, dtype, offset = np.empty(num_tokens * self.token_bytes, np.uint8), self.dtype, 0
+        for part in parts:
+            data[offset : offset + part.size].reshape(part.shape)[...] = part
+            offset += part.size
+        size = next((size for name, size in _DTYPES.values() if name == dtype), 1)
+        return BlockPayload(num_tokens, data, dtype, (len(data) // size,), self.layout_id)
 
     def _write_headers(self, section: _Section, blob: Bytes, offset: int, first: int, total: int) -> None:
         _SECTION.pack_into(blob.data, offset, 1, total)
@@ -185,26 +243,23 @@ class StateLayout:
         cells[:, 1] = 1
         blob[offset : offset + cells.nbytes] = cells.reshape(-1).view(np.uint8)
         offset += cells.nbytes
-        _DATA.pack_into(blob.data, offset, 0, section.layers)
+        _DATA.pack_into(blob.data, offset, section.transposed, section.layers)
         offset += _DATA.size
         for run in section.runs:
             for _ in range(run.segments):
-                _SEGMENT.pack_into(blob.data, offset, run.ggml_type, run.row_bytes)
-                offset += _SEGMENT.size + total * run.row_bytes
+                run.pack_header(blob, offset)
+                offset += _SEGMENT.size + total * run.channels * run.item_bytes
 
     def _views(self, section: _Section, blob: Bytes, offset: int, total: int) -> list[Bytes]:
-        """Views of shape [segments, total, row_bytes] into `blob`, one per run."""
+        """Views of shape [segments, channels, total, item_bytes] into `blob`, one per run."""
         offset += _SECTION.size + total * _CELL.size + _DATA.size
         views = []
         for run in section.runs:
-            stride = _SEGMENT.size + total * run.row_bytes
+            row = total * run.item_bytes
+            stride = _SEGMENT.size + run.channels * row
             views.append(
                 np.ndarray(
-                    (run.segments, total, run.row_bytes),
-                    np.uint8,
-                    blob.data,
-                    offset + _SEGMENT.size,
-                    (stride, run.row_bytes, 1),
+                    run.shape(total), np.uint8, blob.data, offset + _SEGMENT.size, (stride, row, run.item_bytes, 1)
                 )
             )
             offset += run.segments * stride
@@ -223,17 +278,27 @@ def _probe_section(blob: bytes | memoryview, offset: int, positions: Sequence[in
         offset += _CELL.size
     transposed, layers = _DATA.unpack_from(blob, offset)
     offset += _DATA.size
-    if transposed or not 0 < layers < 4096:
+    if transposed > 1 or not 0 < layers < 4096:
         raise FormatError(f"V transposed is {transposed} and the number of layers {layers}")
-    rows: list[tuple[int, int]] = []
+    segments: list[_Run] = []
     # V may be absent (latent attention keeps one tensor per layer): then the next section, or the end, follows.
-    for _ in range(2 * layers):
-        if len(rows) == layers and offset == len(blob):
-            break
-        ggml_type, row_bytes = _SEGMENT.unpack_from(blob, offset)
-        offset += _SEGMENT.size + row_bytes * cells
-        if not 0 <= ggml_type < 256 or not 0 < row_bytes < 2**31 or offset > len(blob):
-            raise FormatError(f"a segment has type {ggml_type} and {row_bytes} bytes a row")
-        rows.append((ggml_type, row_bytes))
-    runs = tuple(_Run(*key, len(list(group))) for key, group in itertools.groupby(rows))
-    return _Section(layers, runs), offset
+    while len(segments) < 2 * layers and not (len(segments) == layers and offset == len(blob)):
+        segment = _probe_segment(blob, offset, bool(transposed) and len(segments) >= layers)
+        offset += _SEGMENT.size + segment.token_bytes * cells
+        if offset > len(blob):
+            raise FormatError(f"a segment of {segment.token_bytes} bytes a row and token ends after the blob")
+        segments.append(segment)
+    runs = tuple(
+        dataclasses.replace(segment, segments=len(list(group))) for segment, group in itertools.groupby(segments)
+    )
+    return _Section(layers, bool(transposed), runs), offset
+
+
+def _probe_segment(blob: bytes | memoryview, offset: int, transposed: bool) -> _Run:
+    if transposed:
+        ggml_type, item_bytes, channels = _CHANNELS.unpack_from(blob, offset)
+    else:
+        (ggml_type, item_bytes), channels = _SEGMENT.unpack_from(blob, offset), 1
+    if not 0 <= ggml_type < 256 or not (0 < item_bytes < 2**31 and 0 < channels < 2**24):
+        raise FormatError(f"a segment has type {ggml_type} and {item_bytes} bytes a row of {channels} channels")
+    return _Run(ggml_type, transposed, channels, item_bytes, 1)

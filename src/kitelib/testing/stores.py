@@ -1,10 +1,4 @@
-"""What third parties test their own parts with: `check_store` proves a store, `FaultyStore` breaks one on schedule.
-
-`check_store` needs no test framework::
-
-    def test_my_store(tmp_path):
-        anyio.run(check_store, lambda: MyStore(tmp_path))
-"""
+"""`check_store` proves a store, `FaultyStore` breaks one on schedule."""
 
 from __future__ import annotations
 
