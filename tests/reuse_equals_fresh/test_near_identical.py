@@ -1,7 +1,7 @@
 """Ten thousand lookups with near-identical prompts: whatever comes back holds exactly the wanted token ids.
 
-The model does not run here. A unit's data says which tokens, from the first to its own last, it was computed from,
-so that a unit in the wrong place is seen whatever its key, header and checksums say.
+The model does not run here. A unit's data says, row by row, which tokens from the first on it was computed from, so
+that a row in the wrong place is seen whatever its key, header and checksums say.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from kitelib.yoco.planner import Planner
 LOOKUPS = 10_000
 BLOCK = 4
 VOCAB = 50
+ROW_BYTES = 32
 LAYOUT = "test.layout"
 STATE, OTHER_STATE = (hashlib.sha256(name).digest() for name in (b"model", b"other model"))
 INFO = ModelInfo(
@@ -42,7 +43,7 @@ INFO = ModelInfo(
     vocab_size=VOCAB,
     end_token_ids=frozenset(),
     block_tokens=BLOCK,
-    block_bytes=BLOCK * 32,
+    block_bytes=BLOCK * ROW_BYTES,
     model_state=STATE,
     execution_path={"layout": LAYOUT},
     numerics="bitwise",
@@ -52,10 +53,19 @@ INFO = ModelInfo(
 ROOT = root_fingerprint(STATE, INFO.execution_path, None)
 
 
-def truth(tokens: Sequence[int], num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The data of a unit that ends where `tokens` end."""
-    digest = hashlib.sha256(repr(list(tokens)).encode()).digest()
-    return np.frombuffer((digest * (num_bytes // 32 + 1))[:num_bytes], np.uint8)
+def rows(tokens: Sequence[int], first: int, stop: int) -> bytes:
+    """KV of the tokens at positions first..stop: each row depends on its own token and all before it."""
+    return b"".join(hashlib.sha256(repr(list(tokens[: end + 1])).encode()).digest() for end in range(first, stop))
+
+
+def logits_of(tokens: Sequence[int]) -> bytes:
+    return (rows(tokens, len(tokens) - 1, len(tokens)) * VOCAB)[: VOCAB * 4]
+
+
+def data_of(expected: Expectation, tokens: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The data of the unit that ends where `tokens` end."""
+    kv = rows(tokens, len(tokens) - len(expected.token_ids), len(tokens))
+    return np.frombuffer(kv if expected.kind == "kv" else logits_of(tokens), np.uint8)
 
 
 def unit_of(expected: Expectation, before: bytes, tokens: Sequence[int], **changes: Any) -> RecyclableUnit:
@@ -72,7 +82,7 @@ def unit_of(expected: Expectation, before: bytes, tokens: Sequence[int], **chang
         "layout": expected.layout,
         "dtype": dtype,
         "shape": (expected.num_bytes // (1 if dtype == "uint8" else 4),),
-        "data": truth(tokens, expected.num_bytes),
+        "data": data_of(expected, tokens),
     }
     unit = RecyclableUnit(**fields)
     for name, value in changes.items():  # past the constructor's own checks, as a forger would
@@ -93,37 +103,43 @@ class Cache:
         pool = RUPool(PoolConfig(memory_bytes=64 * 2**20, **config), ThreadDoor())
         return cls(pool, Planner(pool, INFO, LAYOUT), {})
 
-    def store(self, tokens: list[int]) -> None:
+    async def store(self, tokens: list[int]) -> None:
         """All units that a request with this prompt leaves behind."""
         chain = BlockChain(ROOT, BLOCK, tokens)
         full = len(chain.fingerprints)
         for index in range(full):
             expected = self.planner.expect_block(chain, index, tokens)
-            self.put(expected, self.planner.before(chain, index), tokens[: (index + 1) * BLOCK])
+            await self.put(expected, self.planner.before(chain, index), tokens[: (index + 1) * BLOCK])
         if chain.tail:
-            self.put(self.planner.expect_tail(chain, full, chain.tail), chain.last, tokens)
-        self.put(self.planner.expect_logits(chain), chain.last, tokens)
+            await self.put(self.planner.expect_tail(chain, full, chain.tail), chain.last, tokens)
+        await self.put(self.planner.expect_logits(chain), chain.last, tokens)
 
-    def put(self, expected: Expectation, parent: bytes, tokens: list[int]) -> None:
-        unit = unit_of(expected, parent, tokens)
-        key, value = self.pool.encode(unit)
-        self.pool.memory.put(key, value)
-        self.stored[key] = (expected, parent, tokens)
+    async def put(self, expected: Expectation, parent: bytes, tokens: list[int]) -> None:
+        await self.pool.put_units([unit_of(expected, parent, tokens)], self.pool.epoch)
+        self.stored[Wanted.of(expected).key] = (expected, parent, tokens)
 
     async def check_lookup(self, tokens: list[int], first: int) -> int:
         """Looks a prompt up and compares every byte that came back with the truth; how many tokens were found."""
         found = await self.planner.find(BlockChain(ROOT, BLOCK, tokens), tokens, first, logits=True)
         assert found.first == first
-        end = first * BLOCK
-        for payload in [*found.payloads, *([found.tail] if found.tail is not None else [])]:
-            assert payload.num_tokens == BLOCK or payload is found.tail
-            end += payload.num_tokens
-            assert end <= len(tokens)
-            expected = truth(tokens[:end], payload.num_tokens * 32)
-            assert payload.data.tobytes() == expected.tobytes(), f"a unit with other tokens at {end} in {tokens}"
+        start = first * BLOCK
+        for payload in found.payloads:
+            assert payload.num_tokens == BLOCK
+            assert payload.data.tobytes() == rows(tokens, start, start + BLOCK), (
+                f"other tokens from {start} in {tokens}"
+            )
+            start += BLOCK
+        if found.tail is not None:
+            # The tail may be the block of a prompt that went another way; only its first rows are this prompt's.
+            assert 0 < found.tail_tokens <= found.tail.num_tokens
+            stop = start + found.tail_tokens
+            assert stop <= len(tokens)
+            kept = found.tail.data[: found.tail_tokens * ROW_BYTES].tobytes()
+            assert kept == rows(tokens, start, stop), f"other tokens from {start} to {stop} in {tokens}"
+            start = stop
         if found.logits is not None:
-            assert found.logits.tobytes() == truth(tokens, VOCAB * 4).tobytes()
-        return end - first * BLOCK
+            assert found.logits.tobytes() == logits_of(tokens)
+        return start - first * BLOCK
 
 
 def near(rng: random.Random, tokens: list[int]) -> list[int]:
@@ -162,7 +178,7 @@ async def test_sound_units_are_found_in_their_place_only() -> None:
     cache = Cache.create()
     family = prompts(rng, 400)
     for tokens in family:
-        cache.store(tokens)
+        await cache.store(tokens)
     tokens_found = 0
     for _ in range(LOOKUPS):
         tokens = near(rng, rng.choice(family))
@@ -192,30 +208,27 @@ Entry = tuple[Expectation, bytes, list[int]]
 Forge = Callable[[random.Random, bytes, Entry, list[bytes]], bytes]
 
 
-def forged(entry: Entry, data_tokens: list[int], **changes: Any) -> bytes:
-    """A unit with sound checksums and the right key in its header, whose data belongs to other tokens."""
-    expected, parent, _ = entry
-    unit = unit_of(expected, parent, data_tokens, **changes)
+def forged(entry: Entry, **changes: Any) -> bytes:
+    """A unit with sound checksums and the right key in its header, whose data belongs to no tokens at all."""
+    expected, parent, tokens = entry
+    data = np.full(expected.num_bytes or 0, 0xAB, np.uint8)
+    unit = unit_of(expected, parent, tokens, **{"data": data, **changes})
     return pack(unit, get_codec("raw", "none"))
 
 
-# A forged unit holds other data as well (that of the tokens 1, 2, 3), so that accepting it is seen.
+# A forged unit holds other data as well, so that accepting it is seen.
 FORGERIES: dict[str, Forge] = {
     "swapped values": lambda rng, value, entry, values: rng.choice(values),
     "flipped bit": lambda rng, value, entry, values: flipped(rng, value),
     "truncated": lambda rng, value, entry, values: value[: rng.randrange(len(value))],
     "extended": lambda rng, value, entry, values: value + b"\0",
     "empty": lambda rng, value, entry, values: b"",
-    "wrong token ids": lambda rng, value, entry, values: forged(
-        entry, [1, 2, 3], token_ids=wrong_tokens(entry[0].token_ids, rng)
-    ),
-    "other model state": lambda rng, value, entry, values: forged(entry, [1, 2, 3], model_state=OTHER_STATE),
-    "other layout": lambda rng, value, entry, values: forged(entry, [1, 2, 3], layout="test.other"),
-    "other kind": lambda rng, value, entry, values: forged(
-        entry, [1, 2, 3], kind="logits" if entry[0].kind == "kv" else "kv"
-    ),
-    "other fingerprint": lambda rng, value, entry, values: forged(entry, [1, 2, 3], cf=bytes(32)),
-    "other parent": lambda rng, value, entry, values: forged(entry, [1, 2, 3], parent=bytes(32)),
+    "wrong token ids": lambda rng, value, entry, values: forged(entry, token_ids=wrong_tokens(entry[0].token_ids, rng)),
+    "other model state": lambda rng, value, entry, values: forged(entry, model_state=OTHER_STATE),
+    "other layout": lambda rng, value, entry, values: forged(entry, layout="test.other"),
+    "other kind": lambda rng, value, entry, values: forged(entry, kind="logits" if entry[0].kind == "kv" else "kv"),
+    "other fingerprint": lambda rng, value, entry, values: forged(entry, cf=bytes(32)),
+    "other parent": lambda rng, value, entry, values: forged(entry, parent=bytes(32)),
 }
 
 
@@ -226,7 +239,7 @@ async def test_planted_units_are_misses(forgery: str, caplog: pytest.LogCaptureF
     cache = Cache.create()
     family = prompts(rng, 120)
     for tokens in family:
-        cache.store(tokens)
+        await cache.store(tokens)
     keys = list(cache.stored)
     sound = {key: cache.pool.memory.get(key) for key in keys}
     values = [value for value in sound.values() if value is not None]
@@ -251,11 +264,11 @@ async def test_planted_units_are_misses(forgery: str, caplog: pytest.LogCaptureF
 async def test_a_planted_unit_ends_the_run_and_is_not_offered_again() -> None:
     cache = Cache.create()
     tokens = list(range(1, 4 * BLOCK + 3))
-    cache.store(tokens)
+    await cache.store(tokens)
     chain = BlockChain(ROOT, BLOCK, tokens)
     wanted = Wanted.of(cache.planner.expect_block(chain, 2, tokens))
     entry = cache.stored[wanted.key]
-    cache.pool.memory.put(wanted.key, forged(entry, [1], token_ids=np.array([9, 9, 9, 9], np.uint32)))
+    cache.pool.memory.put(wanted.key, forged(entry, token_ids=np.array([9, 9, 9, 9], np.uint32)))
     found = await cache.planner.find(chain, tokens, 0, logits=False)
     assert (len(found.payloads), found.tail) == (2, None)
     assert not cache.pool.contains(wanted)
@@ -265,7 +278,7 @@ async def test_a_planted_unit_ends_the_run_and_is_not_offered_again() -> None:
 async def test_units_of_an_earlier_epoch_are_misses() -> None:
     cache = Cache.create()
     tokens = list(range(1, 12))
-    cache.store(tokens)
+    await cache.store(tokens)
     kept = [(key, cache.pool.memory.get(key)) for key in cache.stored]
     await cache.pool.clear()
     for key, value in kept:  # a slow writer puts back what was cleared
@@ -279,13 +292,19 @@ async def test_with_a_key_only_authentic_units_are_found() -> None:
     """Right key, right token ids, sound checksums, wrong data: only an HMAC can tell."""
     cache = Cache.create(hmac_key=b"secret")
     tokens = list(range(1, 12))
-    cache.store(tokens)
+    await cache.store(tokens)
     assert await cache.check_lookup(tokens, 0) == len(tokens)
     for key, entry in cache.stored.items():
-        unit = unit_of(entry[0], entry[1], [1, 2, 3])
+        sound = cache.pool.memory.get(key)
         for hmac_key in (None, b"guessed"):
+            data = np.full(entry[0].num_bytes or 0, 0xAB, np.uint8)
+            unit = unit_of(*entry, data=data)
             cache.pool.memory.put(key, pack(unit, get_codec("raw", "none"), hmac_key=hmac_key))
-            assert await cache.check_lookup(tokens, 0) < len(tokens)
+            refused = cache.pool.refused
+            await cache.check_lookup(tokens, 0)
+            assert cache.pool.refused > refused
+        assert sound is not None
+        cache.pool.memory.put(key, sound)
 
 
 def shared_length(first: Sequence[int], second: Sequence[int]) -> int:

@@ -31,4 +31,4 @@ async def test_two_threads(smollm2_path: Path, open_engine: Callable[..., Any]) 
         assert engine.stats()["blocks_idle"] * 16 > 512
         await evict_to_pool(engine)
         restored = await engine.generate(long, reuse=ONE_STEP, **GREEDY)
-        assert (answer(restored), restored.reuse.tiers) == (expected[-1], {"memory": 496})
+        assert (answer(restored), restored.reuse.tiers) == (expected[-1], {"memory": 499})

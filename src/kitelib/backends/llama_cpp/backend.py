@@ -263,7 +263,7 @@ class _Loader:
         except BackendError:  # a model that only runs with flash attention
             flash, (layout, note) = True, self._probe(block_tokens, flash=True)
         if note:
-            self._notes.append(note)
+            self._notes.insert(0, note)  # before what follows from it; the engine shows the first
         return _Setup(flash, layout, _STANDARD_ROWS, False)
 
     def _context_options(self, plan: RowPlan, capacity: int, block_tokens: int, *, flash: bool) -> ContextOptions:

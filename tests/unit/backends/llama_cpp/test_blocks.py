@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import struct
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -17,15 +19,31 @@ from kitelib.errors import FormatError
 MAGIC = 0x67677371
 F16, F32, BF16, Q8_0 = 1, 0, 30, 8
 
-Segment = tuple[int, int]  # ggml type, bytes per row
-Section = list[list[Segment]]  # K of every layer, V of every layer (may be empty)
+Segment = tuple[int, ...]  # ggml type, bytes per row; or, transposed: ggml type, bytes per element, channels
 
-PLAIN: list[Section] = [[[(F16, 8)] * 3, [(F16, 8)] * 3]]
-UNEQUAL: list[Section] = [[[(F16, 8), (F16, 16), (F16, 8)], [(F16, 4), (F16, 4), (F16, 12)]]]
-TWO_CACHES: list[Section] = [[[(F16, 8)] * 2, [(F16, 8)] * 2], [[(F16, 6)] * 5, [(F16, 6)] * 5]]
-MIXED: list[Section] = [[[(F16, 8)] * 2, [(F32, 16)] * 2]]
-QUANTIZED: list[Section] = [[[(Q8_0, 34)] * 2, [(Q8_0, 34)] * 2]]
-LATENT: list[Section] = [[[(F16, 10)] * 4, []]]
+
+class Section(NamedTuple):
+    """One KV cache: K of every layer, V of every layer (may be empty)."""
+
+    keys: list[Segment]
+    values: list[Segment]
+    transposed: bool = False
+
+
+PLAIN = [Section([(F16, 8)] * 3, [(F16, 8)] * 3)]
+UNEQUAL = [Section([(F16, 8), (F16, 16), (F16, 8)], [(F16, 4), (F16, 4), (F16, 12)])]
+TWO_CACHES = [Section([(F16, 8)] * 2, [(F16, 8)] * 2), Section([(F16, 6)] * 5, [(F16, 6)] * 5)]
+MIXED = [Section([(F16, 8)] * 2, [(F32, 16)] * 2)]
+QUANTIZED = [Section([(Q8_0, 34)] * 2, [(Q8_0, 34)] * 2)]
+LATENT = [Section([(F16, 10)] * 4, [])]
+TRANSPOSED = [Section([(F16, 8)] * 3, [(F16, 2, 4)] * 3, transposed=True)]
+TRANSPOSED_UNEQUAL = [Section([(F16, 8), (F16, 16), (F16, 8)], [(F16, 2, 2), (F16, 2, 2), (F16, 2, 6)], True)]
+TRANSPOSED_TWO_CACHES = [
+    Section([(F16, 8)] * 2, [(F16, 2, 4)] * 2, transposed=True),
+    Section([(F16, 6)] * 5, [(F16, 2, 3)] * 5, transposed=True),
+]
+TRANSPOSED_MIXED = [Section([(Q8_0, 34)] * 2, [(F32, 4, 1)] * 2, transposed=True)]
+TRANSPOSED_LATENT = [Section([(F16, 10)] * 4, [], transposed=True)]
 LAYOUTS = {
     "plain": PLAIN,
     "unequal": UNEQUAL,
@@ -33,6 +51,11 @@ LAYOUTS = {
     "mixed": MIXED,
     "quantized": QUANTIZED,
     "latent": LATENT,
+    "transposed": TRANSPOSED,
+    "transposed unequal": TRANSPOSED_UNEQUAL,
+    "transposed two": TRANSPOSED_TWO_CACHES,
+    "transposed mixed": TRANSPOSED_MIXED,
+    "transposed latent": TRANSPOSED_LATENT,
 }
 
 
@@ -40,12 +63,13 @@ def make_blob(sections: list[Section], positions: list[int], seed: int = 0, sequ
     """A blob as `llama_state_seq_get_data` writes it."""
     rng = np.random.default_rng(seed)
     parts = [struct.pack("<Ii", MAGIC, sequence)]
-    for keys, values in sections:
+    for section in sections:
         parts.append(struct.pack("<II", 1, len(positions)))
         parts += [struct.pack("<iIi", position, 1, sequence) for position in positions]
-        parts.append(struct.pack("<II", 0, len(keys)))
-        for kind, row_bytes in [*keys, *values]:
-            parts += [struct.pack("<iQ", kind, row_bytes), rng.bytes(row_bytes * len(positions))]
+        parts.append(struct.pack("<II", section.transposed, len(section.keys)))
+        for segment in [*section.keys, *section.values]:
+            parts.append(struct.pack("<iQ" if len(segment) == 2 else "<iII", *segment))
+            parts.append(rng.bytes(math.prod(segment[1:]) * len(positions)))
     return np.frombuffer(b"".join(parts), np.uint8).copy()
 
 
@@ -81,6 +105,38 @@ def test_a_payload_holds_segment_token_row() -> None:
         assert np.array_equal(rows[segment].reshape(-1), blob[offset : offset + 24])
 
 
+def test_a_payload_holds_segment_channel_token_element_if_transposed() -> None:
+    layout = layout_of(TRANSPOSED)
+    blob = make_blob(TRANSPOSED, list(range(7)))
+    _, payload, _ = layout.split(blob, 0, [2, 3, 2])
+    keys, values = payload.data[:72].reshape(3, 3, 8), payload.data[72:].reshape(3, 4, 3, 2)
+    for segment in range(3):
+        # outer header, section header, cells, data header, whole segments before, own header
+        offset = 8 + 8 + 7 * 12 + 8 + segment * (12 + 7 * 8) + 12
+        assert np.array_equal(keys[segment].reshape(-1), blob[offset + 2 * 8 :][:24])
+        offset += 3 * (12 + 7 * 8)
+        for channel in range(4):
+            row = blob[offset + channel * 7 * 2 :][: 7 * 2]
+            assert np.array_equal(values[segment, channel].reshape(-1), row[2 * 2 : 5 * 2])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 20), st.data(), st.integers(0, 2**32))
+def test_what_is_cut_is_what_a_shorter_range_gives(name: str, count: int, data: st.DataObject, seed: int) -> None:
+    kept = data.draw(st.integers(1, count))
+    layout = layout_of(LAYOUTS[name])
+    blob = make_blob(LAYOUTS[name], list(range(3, 3 + count)), seed)
+    (whole,) = layout.split(blob, 3, [count])
+    first, *_ = layout.split(blob, 3, [kept, count - kept] if kept < count else [kept])
+    before = whole.data.copy()
+    cut = layout.cut(whole, kept)
+    assert (cut.num_tokens, cut.dtype, cut.shape, cut.layout) == (kept, first.dtype, first.shape, first.layout)
+    assert np.array_equal(cut.data, first.data)
+    cut.data[:] = 0
+    assert np.array_equal(whole.data, before)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "token_bytes"),
     [
@@ -90,6 +146,11 @@ def test_a_payload_holds_segment_token_row() -> None:
         ("mixed", "uint8", 48),
         ("quantized", "uint8", 136),
         ("latent", "float16", 40),
+        ("transposed", "float16", 48),
+        ("transposed unequal", "float16", 52),
+        ("transposed two", "float16", 92),
+        ("transposed mixed", "uint8", 76),
+        ("transposed latent", "float16", 40),
     ],
 )
 def test_type_and_size_are_read_off_the_blob(name: str, dtype: str, token_bytes: int) -> None:
@@ -99,12 +160,13 @@ def test_type_and_size_are_read_off_the_blob(name: str, dtype: str, token_bytes:
     item = {"float16": 2, "uint8": 1}[dtype]
     assert (payload.dtype, payload.shape, len(payload.data)) == (dtype, (2 * token_bytes // item,), 2 * token_bytes)
     assert payload.data.flags.c_contiguous
+    assert layout.transposed == name.startswith("transposed")
     assert payload.layout == layout.layout_id
 
 
 def test_all_types_that_codecs_know_are_named() -> None:
-    assert layout_of([[[(F32, 16)], [(F32, 16)]]]).dtype == "float32"
-    assert layout_of([[[(BF16, 8)], [(BF16, 8)]]]).dtype == "bfloat16"
+    assert layout_of([Section([(F32, 16)], [(F32, 16)])]).dtype == "float32"
+    assert layout_of([Section([(BF16, 8)], [(BF16, 8)])]).dtype == "bfloat16"
 
 
 def test_equal_ids_mean_equal_layouts() -> None:
@@ -163,6 +225,39 @@ def test_payloads_of_another_layout_or_size_are_refused() -> None:
     for bad in (foreign, short, long):
         with pytest.raises(FormatError, match="this model needs"):
             layout.join(0, [good, bad])
+
+
+@pytest.mark.parametrize("name", ["plain", "transposed"])
+def test_more_tokens_than_there_are_and_foreign_payloads_are_not_cut(name: str) -> None:
+    layout = layout_of(LAYOUTS[name])
+    (good,) = layout.split(make_blob(LAYOUTS[name], [0, 1]), 0, [2])
+    for num_tokens in (-1, 0, 3):
+        with pytest.raises(FormatError, match="give 1 to 2"):
+            layout.cut(good, num_tokens)
+    other = PLAIN if name != "plain" else TRANSPOSED  # as many bytes, in another order
+    (foreign,) = layout_of(other).split(make_blob(other, [0, 1]), 0, [2])
+    for bad in (foreign, dataclasses.replace(good, data=good.data[:-1].copy())):
+        with pytest.raises(FormatError, match="this model needs"):
+            layout.cut(bad, 1)
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "match"),
+    [
+        (0, -1, "type"),
+        (4, 0, "0 bytes a row"),
+        (4, 2**30, "after the blob"),
+        (8, 0, "of 0 channels"),
+        (8, 2**30, "channels"),
+        (8, 2**20, "after the blob"),
+    ],
+)
+def test_a_transposed_segment_that_can_not_be_is_refused(offset: int, value: int, match: str) -> None:
+    blob = make_blob(TRANSPOSED, [0, 1, 2, 3])
+    offset += 8 + 8 + 4 * 12 + 8 + 3 * (12 + 4 * 8)  # headers, cells, headers, K segments
+    blob[offset : offset + 4] = np.frombuffer(struct.pack("<i", value), np.uint8)
+    with pytest.raises(FormatError, match=match):
+        StateLayout.probe(blob.tobytes(), [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize(
