@@ -81,6 +81,12 @@ class IgnoresTheEnd(Broken):
         return self.inner.export_blocks(sequence, first, count)
 
 
+class CutsTheEnd(Broken):
+    def cut(self, payload, num_tokens):
+        found = self.inner.cut(payload, num_tokens)
+        return dataclasses.replace(found, data=payload.data[-len(found.data) :].copy())
+
+
 class LosesABit(Broken):
     def export_blocks(self, sequence, first, count, end=None):
         found = self.inner.export_blocks(sequence, first, count, end)
@@ -181,6 +187,7 @@ class AbstractOnly(Broken):
         (ExportsTheFirstBlocks, "start at the block it is asked for"),
         (ExportsFullBlocksOnly, "full blocks, then the rest"),
         (IgnoresTheEnd, "cut the last block"),
+        (CutsTheEnd, "cut must give"),
         (LosesABit, "start at the block it is asked for"),
         (ForksByCopying, "must not copy"),
         (ForksOneTooFew, "fork"),

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kitelib.abc import Backend, BlockPayload, SequenceId, StepWork
-from kitelib.errors import BackendError, BackendStepError, KiteError
+from kitelib.errors import BackendError, BackendStepError, FormatError, KiteError
 
 __all__ = ["check_backend"]
 
@@ -295,6 +295,13 @@ def _blocks_come_out_in_full(bench: _Bench) -> None:
         bench.require(bench.same_blocks(second, payloads[1:2]), "export_blocks must start at the block it is asked for")
         cut = backend.export_blocks(sequence, 1, 1, 2 * size - 1)
         bench.require([each.num_tokens for each in cut] == [size - 1], "export_blocks must cut the last block at `end`")
+        short = backend.cut(payloads[1], size - 1)
+        bench.require(bench.same_blocks([short], cut), "cut must give what export_blocks gives with an `end`")
+        for count in (0, size + 1):
+            bench.require(
+                bench.fails(FormatError, lambda count=count: backend.cut(payloads[1], count)),  # type: ignore[misc]
+                "cut to no token, or to more than there are, must raise FormatError",
+            )
         beyond = backend.export_blocks(sequence, 2, 5)
         bench.require(bench.same_blocks(beyond, payloads[2:]), "export_blocks must stop where the sequence ends")
         bench.require(backend.export_blocks(sequence, 3, 1) == [], "a block that is not there must give no payload")
