@@ -56,6 +56,7 @@ class Bench:
     Attributes:
         server: paths of the second peer's script and Python, or None if it does not take part.
         step_tokens: most tokens the engine's backend computes at once; 0 until it was asked.
+        flash_attention: whether that backend uses it.
     """
 
     model: str
@@ -69,16 +70,18 @@ class Bench:
     num_context_tokens: int = 4096
     max_sequences: int = 32
     step_tokens: int = 0
+    flash_attention: bool = True
 
     def bare_context(self, *, as_engine: bool = True) -> BareContext:
         """A bare context: with the context parameters of the engine, or with llama.cpp's plain ones."""
         if as_engine and not self.step_tokens:
             with self.backend() as backend:
                 self.step_tokens = backend.info.max_step_tokens
+                self.flash_attention = backend.info.execution_path["attention"] == "flash"
         return self.bare.context(
             ContextOptions(
                 self.threads,
-                flash_attention=as_engine,
+                flash_attention=as_engine and self.flash_attention,
                 num_ubatch_tokens=self.step_tokens if as_engine else 512,
                 num_context_tokens=self.num_context_tokens,
                 max_sequences=self.max_sequences,

@@ -34,7 +34,7 @@ class ContextMemory:
         self.evictions = 0
         self.residency = Residency(backend.info.block_tokens)
         self._idle: OrderedDict[Run, None] = OrderedDict()
-        self._num_active_tokens = 0
+        self._active: dict[Run, None] = {}
 
     @property
     def num_idle(self) -> int:
@@ -103,6 +103,7 @@ class ContextMemory:
         else:
             run.sequence = self.backend.create(run.adapter)
             run.saved = 0
+        self._active[run] = None
         run.computed = base
         if restorable <= base:
             return 0
@@ -119,13 +120,18 @@ class ContextMemory:
         return restorable - base
 
     def _trim_idle(self, source: Run | None, new_tokens: int) -> None:
-        limit = max(0, self.backend.info.resident_idle_tokens - new_tokens)
+        limit = self._idle_limit(new_tokens)
         spared = source.computed if source is not None and source in self._idle else 0
         for run in list(self._idle):
             if self.idle_tokens() - spared <= limit:
                 return
             if run is not source:
                 self._evict(run)
+
+    def _idle_limit(self, new_tokens: int = 0) -> int:
+        """Idle tokens worth keeping: the more there is to compute in each step, the more they would slow it."""
+        active = sum(len(run.tokens) for run in self._active)
+        return max(0, self.backend.info.resident_idle_tokens - active - new_tokens)
 
     def computed(self, run: Run) -> None:
         """The run has computed more."""
@@ -139,8 +145,10 @@ class ContextMemory:
             self.drop(run)
             return
         self.saver.note(run, tail=True)
+        self._active.pop(run, None)
         self._idle[run] = None
-        while self._idle and self.idle_tokens() > 2 * self.backend.info.resident_idle_tokens:
+        limit, keep = self._idle_limit(), 0 if self._active else 1
+        while len(self._idle) > keep and self.idle_tokens() > limit:
             self._evict(next(iter(self._idle)))
 
     def preempt(self, run: Run) -> None:
@@ -153,6 +161,7 @@ class ContextMemory:
     def drop(self, run: Run) -> None:
         """Takes a run's sequence away."""
         self._idle.pop(run, None)
+        self._active.pop(run, None)
         self.saver.forget(run)
         if run.sequence is not None:
             self.residency.forget(run)

@@ -153,6 +153,7 @@ class Scheduler:
                 self._port.flush()  # a first token from stored logits does not wait for the step
                 self._admit()
                 self._step()
+                self._port.flush()  # nor does any token wait for blocks that are copied out
                 self._memory.saver.save_some(_SAVED_BLOCKS_PER_STEP if self._active else _SAVED_BLOCKS_IDLE)
                 self._port.flush()
             reason = self._stopping
