@@ -71,7 +71,7 @@ class ContextMemory:
         new_tokens = len(run.tokens) - base
         if source is not None and source in self._idle:
             self._idle.move_to_end(source)
-        self._trim_idle(source, new_tokens)
+        self._trim_idle(source, max(new_tokens, run.expected_tokens - base))
         while self.backend.room() < new_tokens + keep_free or not self.backend.free_sequences():
             if not self.evict_one(spare=source):
                 if source is not None and idle and self.evict_one():
@@ -130,7 +130,7 @@ class ContextMemory:
 
     def _idle_limit(self, new_tokens: int = 0) -> int:
         """Idle tokens worth keeping: the more there is to compute in each step, the more they would slow it."""
-        active = sum(len(run.tokens) for run in self._active)
+        active = sum(max(len(run.tokens), run.expected_tokens) for run in self._active)
         return max(0, self.backend.info.resident_idle_tokens - active - new_tokens)
 
     def computed(self, run: Run) -> None:

@@ -39,6 +39,7 @@ class Run:
         sequence: the backend's sequence; None while nothing is held.
         shared: False keeps the run out of every reuse: nobody forks it and it is never saved.
         indexed: full blocks known to the residency index.
+        expected_tokens: how long the run may get.
         tail_ends: token counts at which a partial block is to be saved as well.
         epoch: the pool's epoch when the run started; older runs are not saved.
     """
@@ -52,6 +53,7 @@ class Run:
     computed: int = 0
     saved: int = 0
     indexed: int = 0
+    expected_tokens: int = 0
     tail_ends: list[int] = dataclasses.field(default_factory=list)
 
     @property

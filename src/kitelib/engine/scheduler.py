@@ -234,7 +234,14 @@ class Scheduler:
 
     def _new_branch(self, request: Request, index: int) -> Branch:
         shared = request.reuses and request.epoch == self._memory.epoch()
-        run = Run(list(request.prompt), request.chain.copy(), shared, request.epoch, adapter=request.adapter)
+        run = Run(
+            list(request.prompt),
+            request.chain.copy(),
+            shared,
+            request.epoch,
+            adapter=request.adapter,
+            expected_tokens=len(request.prompt) + request.max_new_tokens,
+        )
         branch = self._outputs.new_branch(request, index, run)
         request.branches.append(branch)
         return branch
