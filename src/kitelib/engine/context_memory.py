@@ -120,12 +120,25 @@ class ContextMemory:
         return restorable - base
 
     def _trim_idle(self, source: Run | None, new_tokens: int) -> None:
+        """Makes room for what a new run will compute. Runs that still have to be saved go later, see `trim`."""
         limit = self._idle_limit(new_tokens)
         spared = source.computed if source is not None and source in self._idle else 0
         for run in list(self._idle):
             if self.idle_tokens() - spared <= limit:
                 return
-            if run is not source:
+            if run is not source and not self.saver.is_pending(run):
+                self._evict(run)
+
+    def trim(self) -> None:
+        """Makes saved idle runs go, the least recently used first, while there are more than is worth keeping.
+
+        One stays if nothing runs, however long it is: the next request may well go on from there.
+        """
+        limit, keep = self._idle_limit(), 0 if self._active else 1
+        for run in list(self._idle):
+            if len(self._idle) <= keep or self.idle_tokens() <= limit:
+                return
+            if not self.saver.is_pending(run):
                 self._evict(run)
 
     def _idle_limit(self, new_tokens: int = 0) -> int:
@@ -147,9 +160,6 @@ class ContextMemory:
         self.saver.note(run, tail=True)
         self._active.pop(run, None)
         self._idle[run] = None
-        limit, keep = self._idle_limit(), 0 if self._active else 1
-        while len(self._idle) > keep and self.idle_tokens() > limit:
-            self._evict(next(iter(self._idle)))
 
     def preempt(self, run: Run) -> None:
         """Upcycles all of an active run and takes its sequence away."""

@@ -155,6 +155,7 @@ class Scheduler:
                 self._step()
                 self._port.flush()  # nor does any token wait for blocks that are copied out
                 self._memory.saver.save_some(_SAVED_BLOCKS_PER_STEP if self._active else _SAVED_BLOCKS_IDLE)
+                self._memory.trim()
                 self._port.flush()
             reason = self._stopping
         except Exception as error:  # noqa: BLE001 - a bug or a dying library: every caller has to hear of it
