@@ -34,7 +34,7 @@ class PoolConfig:
     Attributes:
         memory_bytes: bound of the in-process tier, bytes; None means a quarter of the memory that is really
             available (cgroup limits included); 0 turns the tier off.
-        disk: folder of the disk tier; None means no disk tier.
+        disk: folder of the disk tier; None means no disk tier. This tier and the next two come with a later release.
         disk_bytes: bound of the disk tier, bytes; default 20 GiB.
         redis: URL of the Redis tier (``redis://``, ``rediss://``, ``redis+cluster://host:port,host:port``,
             ``redis+sentinel://``); None means none.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import operator
 import secrets
@@ -47,16 +46,21 @@ class Call:
     priority: int
     streaming: bool
 
-    async def request(self, serving: Serving, door: ThreadDoor, epoch: int, deliver: Deliver) -> Request:
+    def __post_init__(self) -> None:
+        _check_urgency(self.deadline, self.priority)
+
+    async def request(
+        self, serving: Serving, door: ThreadDoor, epoch: int, deliver: Deliver, created: float
+    ) -> Request:
         """The request for the scheduler: checked, tokenized, fingerprinted, and looked up in the pool.
+
+        `created` is when the call was made, on `time.monotonic`.
 
         Raises:
             InvalidRequestError and its subclasses.
         """
-        created = asyncio.get_running_loop().time()  # the same clock as time.monotonic
         params, policy = self.params, self.policy
         check_adapter(serving, self.adapter)
-        _check_urgency(self.deadline, self.priority)
         tokens = await self._tokens(serving, door)
         _check_sampling(serving, params)
         constraint = None

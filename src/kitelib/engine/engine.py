@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import dataclasses
 import os
+import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -193,9 +194,10 @@ class KiteEngine:
         Cancelling the call ends the request within one model step; what it computed stays reusable.
         """
         call = self._call(prompt, messages, tools, sampling, reuse, adapter, deadline, priority, options, False)
-        async with self._gate.enter():
+        created = time.monotonic()
+        async with self._gate.enter(call.deadline):
             mailbox: Mailbox[Any] = Mailbox()
-            with await self._submit(call, mailbox) as submitted:
+            with await self._submit(call, mailbox, created) as submitted:
                 generation = submitted.take(await mailbox.get())
         assert isinstance(generation, Generation)
         return generation
@@ -238,20 +240,21 @@ class KiteEngine:
         policy = check_policy(reuse, self.reuse)
         return Call(prompt, messages, tools, params, policy, adapter, deadline, priority, streaming)
 
-    async def _submit(self, call: Call, mailbox: Mailbox[Any]) -> Submitted:
+    async def _submit(self, call: Call, mailbox: Mailbox[Any], created: float) -> Submitted:
         serving = self._current
         with serving.scheduler.expecting():
-            request = await call.request(serving, self._door, self.pool.epoch, mailbox.put)
+            request = await call.request(serving, self._door, self.pool.epoch, mailbox.put, created)
             # Closed in between?
             submitted = Submitted(self._current.scheduler, request)
             serving.scheduler.submit(request)
         return submitted
 
     async def _stream(self, call: Call) -> AsyncGenerator[Chunk, None]:
-        async with self._gate.enter():
+        created = time.monotonic()
+        async with self._gate.enter(call.deadline):
             mailbox: Mailbox[Any] = Mailbox()
             held: Chunk | None = None
-            with await self._submit(call, mailbox) as submitted:
+            with await self._submit(call, mailbox, created) as submitted:
                 while not submitted.finished:
                     item = submitted.take(await mailbox.get())
                     if held is not None:
@@ -415,7 +418,7 @@ class KiteEngine:
             "running": serving.scheduler.num_active,
             "open_requests": self._gate.num_inside,
             "blocks_used": -(-active // size),
-            "blocks_idle": -(-serving.memory.idle_tokens() // size),
+            "blocks_idle": max(0, -(-serving.backend.used_tokens() // size) - -(-active // size)),
             "blocks_total": info.capacity_tokens // size,
             "block_tokens": size,
             "block_bytes": info.block_bytes,

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from kitelib.errors import EngineClosedError, EngineOverloadedError
+import anyio
+
+from kitelib.errors import DeadlineExceededError, EngineClosedError, EngineOverloadedError
 
 __all__ = ["Gate"]
 
@@ -28,14 +30,17 @@ class Gate:
         self.num_inside = 0
 
     @asynccontextmanager
-    async def enter(self) -> AsyncIterator[None]:
-        """For the duration of one call.
+    async def enter(self, deadline: float | None = None) -> AsyncIterator[None]:
+        """For the duration of one call, which waits at most `deadline` seconds to be let in.
 
         Raises:
-            EngineClosedError, EngineOverloadedError
+            EngineClosedError, EngineOverloadedError, DeadlineExceededError
         """
         self._check_closed()
-        await self._open.wait()
+        with anyio.move_on_after(deadline) as waiting:
+            await self._open.wait()
+        if waiting.cancelled_caught:
+            raise DeadlineExceededError(f"the request's deadline passed after {deadline:.2f} s, during a reload")
         self._check_closed()
         if self.num_inside >= self._max_inside:
             raise EngineOverloadedError(

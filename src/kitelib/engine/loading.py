@@ -36,12 +36,19 @@ class Loader:
     cache_dir: Path | None
     progress: Callable[[str, float], None] | None
 
+    def __post_init__(self) -> None:
+        for name in ("n_ctx", "kv_tokens", "threads", "max_sequences", "block_tokens"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} is {value!r}; give a whole number of at least 1, or None")
+
     def load(self) -> Any:
         """The loaded backend. Raises as `KiteEngine.open`."""
         name = self._backend_name()
         if name != "llama_cpp":
             raise UnsupportedOptionError(
-                f"{self.model!r} needs the backend {name!r}, which this release does not have; give a .gguf file"
+                f"{self.model!r} {'is a folder and ' if os.path.isdir(self.model) else ''}needs the backend {name!r}, "
+                "which this release does not have; give a .gguf file"
             )
         for option, value, allowed in (
             ("dtype", self.dtype, ("auto", "float16")),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from kitelib.abc import Backend
+from kitelib.abc import Backend, ModelInfo
 from kitelib.engine.request import Branch, Request, Run
 from kitelib.engine.residency import RecentPrompts
 from kitelib.engine.results import Choice, Chunk, Divergence, FinishReason, Generation, ReuseReport, Timing, Usage
@@ -118,9 +118,7 @@ class Outputs:
             for each in branches
         ]
         first = choices[0]
-        # A choice that ended with its first token never asked for the prompt's KV.
-        untouched = request.zero_prefill and request.admitted_at is None
-        cached = len(request.prompt) if untouched else request.context_tokens + request.pool_tokens
+        cached = request.cached_tokens
         first_token_at = request.first_token_at or now
         return Generation(
             text=first.text,
@@ -140,7 +138,8 @@ class Outputs:
 
     def _report(self, request: Request, cached: int) -> ReuseReport:
         exact = self._backend.info.numerics == "bitwise" and request.policy.numerics == "bitwise"
-        tiers = {"context": request.context_tokens, "memory": request.pool_tokens}
+        # What no tier's KV was needed for came from the memory tier's logits.
+        tiers = {"context": request.context_tokens, "memory": cached - request.context_tokens}
         tiers = {name: count for name, count in tiers.items() if count}
         return ReuseReport(
             exactness="bitwise" if exact else "standard",
@@ -148,11 +147,11 @@ class Outputs:
             computed_tokens=len(request.prompt) - cached,
             zero_prefill=request.zero_prefill,
             divergence=request.divergence,
-            note=_note(request, tiers, cached, self._backend.info.notes),
+            note=_note(request, tiers, cached, self._backend.info),
         )
 
 
-def _note(request: Request, tiers: dict[str, int], cached: int, notes: Sequence[str]) -> str:
+def _note(request: Request, tiers: dict[str, int], cached: int, info: ModelInfo) -> str:
     if not request.reuses:
         return "reuse was off for this request"
     computed = len(request.prompt) - cached
@@ -160,7 +159,7 @@ def _note(request: Request, tiers: dict[str, int], cached: int, notes: Sequence[
         again = f"; {computed} prompt tokens were computed again for what followed" if computed else ""
         return f"the whole prompt was known: the first token came from stored logits, without a model step{again}"
     if not tiers:
-        reason = f" ({notes[0]})" if notes else ""
+        reason = f" ({info.notes[0]})" if info.notes and not info.reuse_blocks else ""
         return f"nothing was reused: {computed} prompt tokens computed{reason}"
     places = {"context": "shared in the context", "memory": "from the memory pool"}
     parts = [f"{count} {places[name]}" for name, count in tiers.items()]

@@ -101,6 +101,13 @@ class Request:
     closed: bool = False
 
     @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed for this request. A choice that ended with its first token, sampled
+        from stored logits, never asked for the prompt's KV."""
+        untouched = self.zero_prefill and self.admitted_at is None
+        return len(self.prompt) if untouched else self.context_tokens + self.pool_tokens
+
+    @property
     def reuses(self) -> bool:
         """Whether anything may be reused for it, or from it."""
         return self.policy.mode != "off"

@@ -285,7 +285,7 @@ class Scheduler:
         if done and not request.closed:
             request.closed = True
             self.counters.prompt_tokens += len(request.prompt)
-            self.counters.cached_tokens += request.context_tokens + request.pool_tokens
+            self.counters.cached_tokens += request.cached_tokens
             self._outputs.complete(request)
 
     def _retire(self, branch: Branch) -> None:

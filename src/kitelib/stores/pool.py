@@ -106,14 +106,14 @@ class RUPool:
         for wanted, value in pairs:
             try:
                 unit = unpack(value, expected=wanted.expected, hmac_key=self._hmac_key)
-                if unit.epoch < self.epoch:
-                    raise FormatError(f"the unit is of epoch {unit.epoch}, the pool of epoch {self.epoch}")
             except Exception as error:  # noqa: BLE001 - bytes from a store may break anything that reads them
                 # A damaged unit is a miss for itself and all after it, and is not offered again.
                 _LOG.warning("dropped a unit: %s", error)
                 self.refused += 1
                 self.memory.delete(wanted.key)
                 break
+            if unit.epoch < self.epoch:
+                break  # read just before the pool was cleared
             units.append(unit)
         return units
 

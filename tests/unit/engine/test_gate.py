@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kitelib.engine.gate import Gate
-from kitelib.errors import EngineClosedError, EngineOverloadedError
+from kitelib.errors import DeadlineExceededError, EngineClosedError, EngineOverloadedError
 
 
 async def turns(count: int = 5) -> None:
@@ -24,6 +24,24 @@ async def test_calls_are_counted_also_when_they_fail() -> None:
         async with gate.enter():
             raise KeyError
     assert gate.num_inside == 0
+
+
+async def test_a_deadline_holds_while_the_gate_is_shut() -> None:
+    gate = Gate(5)
+    async with gate.shut():
+        with pytest.raises(DeadlineExceededError, match="reload"):
+            async with gate.enter(0.01):
+                pytest.fail("the gate was shut")
+        waiting = asyncio.create_task(_enter(gate, 60))
+        await turns()
+        assert not waiting.done()
+    await waiting
+    assert gate.num_inside == 0
+
+
+async def _enter(gate: Gate, deadline: float) -> None:
+    async with gate.enter(deadline):
+        pass
 
 
 async def test_one_too_many_is_refused_at_once_and_takes_no_place() -> None:

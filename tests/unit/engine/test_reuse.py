@@ -206,3 +206,13 @@ async def test_a_namespace_secret_changes_every_key_but_no_answer(open_tiny: Any
     assert not keys[0] & keys[2]
     assert not keys[1] & keys[2]
     assert answers[0] == answers[1] == answers[2]
+
+
+async def test_a_full_hit_that_needs_no_kv_is_counted_as_cached_everywhere(engine: KiteEngine) -> None:
+    await engine.generate(STORY, max_tokens=1)
+    await engine.flush()
+    before = engine.stats()["cached_tokens"]
+    gen = await engine.generate(STORY, max_tokens=1)
+    assert gen.reuse.zero_prefill
+    assert gen.usage.cached_tokens == sum(gen.reuse.tiers.values()) == len(STORY)
+    assert engine.stats()["cached_tokens"] - before == len(STORY)

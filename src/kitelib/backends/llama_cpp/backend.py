@@ -207,8 +207,11 @@ class _Loader:
         self._progress = progress or (lambda *_: None)
         self._notes: list[str] = []
         self._threads = default_threads() if options.threads is None else options.threads
-        if self._threads < 1:
-            raise ConfigError(f"threads is {self._threads}; give at least 1")
+        most = max(16, 4 * (os.cpu_count() or 1))
+        if not 1 <= self._threads <= most:
+            raise ConfigError(
+                f"threads is {self._threads}; give 1 to {most}: more than there are cores only slows down"
+            )
         if options.max_sequences < 1 or options.max_sequences > 63:
             raise ConfigError(f"max_sequences is {options.max_sequences}; give 1 to 63")
         self._adapters = {name: (each.handle, each.scale) for name, each in model.adapters.items()}
