@@ -33,7 +33,6 @@ class PooledPrefix:
         tail: KV that follows the last payload (or block `first - 1`); None if none is stored.
         tail_tokens: how many of its first tokens are the prompt's.
         logits: float32 (vocab_size,), after the last token of the whole prompt; read-only. None if not stored.
-        tier: tier that gave the payloads.
     """
 
     first: int = 0
@@ -41,7 +40,6 @@ class PooledPrefix:
     tail: BlockPayload | None = None
     tail_tokens: int = 0
     logits: npt.NDArray[np.float32] | None = None
-    tier: str = "memory"
 
 
 EMPTY_PREFIX = PooledPrefix()

@@ -219,9 +219,9 @@ class _Loader:
     def load(self) -> LlamaCppBackend:
         context_tokens = self._context_tokens()
         block_tokens = self._block_tokens()
-        setup = self._setup(block_tokens)
+        setup = self._setup()
         capacity = self._capacity(context_tokens, setup.layout)
-        options = self._context_options(setup.rows, capacity, block_tokens, flash=setup.flash)
+        options = self._context_options(setup.rows, capacity, flash=setup.flash)
         self._progress("allocating the KV cache", 0.0)
         context = LlamaContext(self._lib, self._model.handle, options, adapters=self._adapters)
         context.layout = setup.layout
@@ -260,23 +260,23 @@ class _Loader:
             raise ConfigError(f"{option} is {wanted}; give 1 to {min(256, self._model.n_swa or 256)}")
         return wanted
 
-    def _setup(self, block_tokens: int) -> _Setup:
+    def _setup(self) -> _Setup:
         if self._options.numerics == "bitwise":
             try:
-                layout, _ = self._probe(block_tokens, flash=True)
+                layout, _ = self._probe(flash=True)
             except BackendError:
                 layout = None
-            if plan := self._plan(layout, block_tokens):
+            if plan := self._plan(layout):
                 return _Setup(True, layout, plan, True)
         try:
-            flash, (layout, note) = False, self._probe(block_tokens, flash=False)
+            flash, (layout, note) = False, self._probe(flash=False)
         except BackendError:  # a model that only runs with flash attention
-            flash, (layout, note) = True, self._probe(block_tokens, flash=True)
+            flash, (layout, note) = True, self._probe(flash=True)
         if note:
             self._notes.insert(0, note)  # before what follows from it; the engine shows the first
         return _Setup(flash, layout, _STANDARD_ROWS, False)
 
-    def _context_options(self, plan: RowPlan, capacity: int, block_tokens: int, *, flash: bool) -> ContextOptions:
+    def _context_options(self, plan: RowPlan, capacity: int, *, flash: bool) -> ContextOptions:
         return ContextOptions(
             capacity_tokens=capacity,
             max_sequences=self._options.max_sequences,
@@ -285,13 +285,12 @@ class _Loader:
             row_multiple=plan.row_multiple,
             threads=self._threads,
             flash_attention=flash,
-            block_tokens=block_tokens,
         )
 
-    def _probe(self, block_tokens: int, *, flash: bool) -> tuple[StateLayout | None, str]:
+    def _probe(self, *, flash: bool) -> tuple[StateLayout | None, str]:
         """The layout, or None and the reason why there is none. BackendError: it does not run with this attention."""
         model = self._model
-        options = self._context_options(RowPlan(16, 1, 1), 256, block_tokens, flash=flash)
+        options = self._context_options(RowPlan(16, 1, 1), 256, flash=flash)
         context = LlamaContext(self._lib, model.handle, options, adapters={})
         try:
             sequence = context.create()
@@ -306,7 +305,7 @@ class _Loader:
         finally:
             context.close()
 
-    def _plan(self, layout: StateLayout | None, block_tokens: int) -> RowPlan | None:
+    def _plan(self, layout: StateLayout | None) -> RowPlan | None:
         if layout is None or layout.transposed:
             self._notes.append("numerics are standard: the self-test needs blocks and flash attention")
             return None
@@ -327,7 +326,7 @@ class _Loader:
             self._progress("checking numerics", 0.0)
 
             def make(plan: RowPlan) -> LlamaContext:
-                options = self._context_options(plan, _PROBE_CELLS, block_tokens, flash=True)
+                options = self._context_options(plan, _PROBE_CELLS, flash=True)
                 context = LlamaContext(self._lib, self._model.handle, options, adapters=self._adapters)
                 context.layout = layout
                 return context

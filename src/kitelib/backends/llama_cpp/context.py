@@ -42,7 +42,6 @@ class ContextOptions:
         row_multiple: steps are padded to a multiple of this many tokens; divides `rows`.
         threads: threads of one step.
         flash_attention: whether to use the flash attention kernels.
-        block_tokens: tokens in a full block.
     """
 
     capacity_tokens: int
@@ -52,7 +51,6 @@ class ContextOptions:
     row_multiple: int
     threads: int
     flash_attention: bool
-    block_tokens: int
 
 
 class LlamaContext:

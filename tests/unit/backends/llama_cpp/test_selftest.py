@@ -42,7 +42,6 @@ class Contexts:
             row_multiple=plan.row_multiple,
             threads=1,
             flash_attention=True,
-            block_tokens=16,
         )
         context = self._kind(load_library(), self._model.handle, options, adapters={})
         sequence = context.create()
