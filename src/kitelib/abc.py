@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal, NewType, Protocol, runtime_checkable
 
 import numpy as np
@@ -17,10 +17,12 @@ __all__ = [
     "Message",
     "ModelInfo",
     "SequenceId",
+    "SharedStore",
     "StepResult",
     "StepWork",
     "Store",
     "StoreStats",
+    "StoredItem",
 ]
 
 SequenceId = NewType("SequenceId", int)
@@ -80,7 +82,9 @@ class BlockPayload:
         num_tokens: tokens covered; a full block's `ModelInfo.block_tokens`, fewer for a prompt's tail.
         data: uint8, shape (num_bytes,), C-contiguous; owned by the payload.
         dtype: element type that `data` holds, e.g. "float16"; tells codecs how to split it.
-        shape: shape of the elements; the product times the item size is `len(data)`.
+        shape: shape of the elements; the product times the item size is `len(data)`. Three dimensions mean
+            (segments, tokens, channels): the first half of the segments are K of every layer, the second half V, and
+            codecs may use that neighbours along the tokens resemble each other. One dimension says nothing.
         layout: id of the byte layout; a backend refuses a layout it does not know.
     """
 
@@ -207,7 +211,11 @@ class Backend(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Counters of one store since it was opened; `bytes` and `items` are what it holds now."""
+    """Counters of one store since it was opened; `bytes` and `items` are what it holds now.
+
+    `errors` counts keys and calls that failed: what could not be read, written or deleted although it was tried.
+    `dropped` counts values that were not stored, because they don't fit or because writing them failed.
+    """
 
     items: int
     bytes: int
@@ -215,11 +223,17 @@ class StoreStats:
     misses: int
     evictions: int
     dropped: int
+    errors: int = 0
 
 
 @runtime_checkable
 class Store(Protocol):
-    """A tier that maps keys to values. One value is one recyclable unit; values are opaque bytes."""
+    """A tier that maps keys to values. One value is one recyclable unit; values are opaque bytes.
+
+    A call that can do part of its work (one node of several is down) does that part, gives None or 0 for the rest, and
+    counts it in `StoreStats.errors`. A call that can do none of it raises `StoreError`. Every call may be cancelled at
+    any await; what was not written completely then is not visible.
+    """
 
     async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Values in the order of `keys`; None is a miss."""
@@ -242,6 +256,50 @@ class Store(Protocol):
     async def aclose(self) -> None: ...
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredItem:
+    """What a store tells of one value without giving it.
+
+    Attributes:
+        key: its key.
+        num_bytes: length of the value, bytes.
+        written_at: when it was written, seconds since 1970; None if the store does not know.
+        used_at: when it was last read, seconds since 1970; None if the store does not know.
+    """
+
+    key: str
+    num_bytes: int
+    written_at: float | None = None
+    used_at: float | None = None
+
+
+@runtime_checkable
+class SharedStore(Store, Protocol):
+    """A store that several processes use, or that outlives one: it can be listed, and keeps freshness epochs.
+
+    An epoch is a whole number per name that only grows. Whatever happens (a lagging replica, a lost race, a restored
+    backup of one node), `raise_epoch` never lowers what a later `get_epoch` gives on a healthy store. Epochs are no
+    values: they have no time to live, don't count as items, and neither eviction nor `list_items` touches them.
+    """
+
+    def list_items(self) -> AsyncIterator[list[StoredItem]]:
+        """Everything the store holds, in pages, in any order, on every node. What changes meanwhile may be missing or
+        come twice. Only keys that start with ``kite:`` are listed, so a shared database is safe."""
+        ...
+
+    async def get_heads(self, keys: Sequence[str], num_bytes: int) -> list[bytes | None]:
+        """The first `num_bytes` bytes of each value (fewer if it is shorter), in order; None is a miss."""
+        ...
+
+    async def get_epoch(self, name: str) -> int:
+        """The epoch of that name; 0 if none was ever raised. Names are 1 to 64 of the characters ``[0-9a-z_.-]``."""
+        ...
+
+    async def raise_epoch(self, name: str, epoch: int) -> int:
+        """Makes the epoch at least `epoch` (0 to 2**63 - 1); returns what it is now."""
+        ...
+
+
 class Codec(Protocol):
     """Turns the bytes of one payload into stored bytes and back."""
 
@@ -250,11 +308,14 @@ class Codec(Protocol):
         """Goes into the stored form, so that a reader knows how to decode."""
         ...
 
-    def encode(self, data: npt.NDArray[np.uint8], dtype: str) -> bytes | memoryview:
-        """The bytes to store; a view of `data` if nothing changes."""
+    def encode(self, data: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, ...]) -> bytes | memoryview:
+        """The bytes to store; a view of `data` if nothing changes. `shape` is that of the elements, see
+        `BlockPayload`."""
         ...
 
-    def decode(self, blob: bytes | memoryview, num_bytes: int, dtype: str) -> npt.NDArray[np.uint8]:
+    def decode(
+        self, blob: bytes | memoryview, num_bytes: int, dtype: str, shape: tuple[int, ...]
+    ) -> npt.NDArray[np.uint8]:
         """Raises FormatError unless exactly `num_bytes` come out; allocates no more than that and, for a moment,
         one plane of it. The result is read-only and may be a view of `blob`."""
         ...

@@ -19,6 +19,7 @@ __all__ = [
     "PoolSection",
     "ReusePolicy",
     "SamplingParams",
+    "TierThresholds",
     "UnitTypeSection",
     "block_tokens_of",
 ]
@@ -28,40 +29,108 @@ Numerics = Literal["bitwise", "standard"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TierThresholds:
+    """When a unit counts as hot, warm or cold.
+
+    Attributes:
+        hot_hits_per_hour: more hits than this within an hour make a unit hot: it is copied to every faster tier and
+            evicted from memory last; default 100.
+        warm_hits_per_day: more hits than this within 24 hours make a unit warm: it is copied back from the archive to
+            Redis, and with ``share="when_warm"`` only warm units go to Redis at all; default 10.
+        cold_after_s: seconds without a hit after which a unit is cold and moves to the archive (S3); default 7 days.
+    """
+
+    hot_hits_per_hour: int = 100
+    warm_hits_per_day: int = 10
+    cold_after_s: float = 7 * 86400.0
+
+    def __post_init__(self) -> None:
+        for name in ("hot_hits_per_hour", "warm_hits_per_day"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(f"TierThresholds.{name} is {shown(value)}; give a whole number of hits, 0 or more")
+        _check_seconds("TierThresholds.cold_after_s", self.cold_after_s)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class PoolConfig:
     """Where recyclable units are kept.
 
     Attributes:
         memory_bytes: bound of the in-process tier, bytes; None means a quarter of the memory that is really
             available (cgroup limits included); 0 turns the tier off.
-        disk: folder of the disk tier; None means no disk tier. This tier and the next two come with a later release.
-        disk_bytes: bound of the disk tier, bytes; default 20 GiB.
-        redis: URL of the Redis tier (``redis://``, ``rediss://``, ``redis+cluster://host:port,host:port``,
-            ``redis+sentinel://``); None means none.
-        s3: ``s3://bucket/prefix`` of the S3 tier; None means none.
-        hmac_key: key that authenticates values in shared tiers; None means values are only checksummed.
+        disk: folder of the disk tier, which survives restarts and may be used by several processes at once; None
+            means no disk tier.
+        disk_bytes: bound of the disk tier, bytes that its files take on the disk; default 20 GiB.
+        redis: URL of the Redis tier: ``redis://``, ``rediss://`` (TLS), ``redis+cluster://host:port,host:port``,
+            ``rediss+cluster://``, ``redis+sentinel://host:port,host:port/service/db``; None means none. A user and
+            password go before an ``@``.
+        s3: ``s3://bucket/prefix`` of the S3 tier, the archive of cold units; None means none.
+        s3_options: settings of the S3 client, such as ``endpoint``, ``region``, ``access_key_id``,
+            ``secret_access_key``; what is not given comes from the usual ``AWS_...`` variables.
+        stores: URLs of further tiers, fastest first, whose schemes are registered by installed packages (entry points
+            ``kitelib.stores``); they come after Redis and before S3.
+        hmac_key: key that authenticates values outside this process, one derived key per namespace; None means values
+            are only checksummed.
         namespace_secret: server-side secret from which private tenant namespaces are derived; None means that
             tenants are told apart by the plain name of their namespace.
         ttl_seconds: seconds after which a unit in the pool counts as gone; None (default) means never. What is in
             the model's own context does not age.
+        connect_timeout: seconds that opening a connection to a remote tier may take; default 0.5.
+        socket_timeout: seconds that a remote tier may stay silent within a call; default 0.3.
+        freshness_check_interval: seconds between two looks at the epochs that other processes raised, which are also
+            when expired and cold units are looked for; default 60.
+        write_bytes: most bytes on the way to each tier; past it, new writes are dropped and counted; default 256 MiB.
+        drain_seconds: how long closing waits for what is on the way to the tiers; default 5.
+        share: "at_once" (default) writes every new unit to Redis too, so that other processes find it; "when_warm"
+            waits until a unit is warm.
+        thresholds: what hot, warm and cold mean.
+        replica_reads: read from Redis replicas as well; a replica that lags is a miss. Default False.
+        codec: how units are stored outside this process: "auto" (default) compresses where that is faster than
+            the tier it saves bytes for, "none", "zstd" or "entropy".
+        kv_precision: "exact" (default), or "int8": K and V are kept as 8-bit integers, which changes answers slightly,
+            takes half the bytes, and never mixes with exact units.
     """
 
     memory_bytes: int | None = None
     disk: str | None = None
     disk_bytes: int = 20 * 2**30
-    redis: str | None = None
+    redis: str | None = dataclasses.field(default=None, repr=False)
     s3: str | None = None
+    s3_options: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    stores: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     hmac_key: bytes | None = dataclasses.field(default=None, repr=False)
     namespace_secret: bytes | None = dataclasses.field(default=None, repr=False)
     ttl_seconds: float | None = None
+    connect_timeout: float = 0.5
+    socket_timeout: float = 0.3
+    freshness_check_interval: float = 60.0
+    write_bytes: int = 256 * 2**20
+    drain_seconds: float = 5.0
+    share: Literal["at_once", "when_warm"] = "at_once"
+    thresholds: TierThresholds = TierThresholds()
+    replica_reads: bool = False
+    codec: Literal["auto", "none", "zstd", "entropy"] = "auto"
+    kv_precision: Literal["exact", "int8"] = "exact"
 
     def __post_init__(self) -> None:
         if self.memory_bytes is not None and self.memory_bytes < 0:
             raise ConfigError(f"PoolConfig.memory_bytes is {self.memory_bytes}; give None, 0 or a number of bytes")
-        if self.disk_bytes <= 0:
-            raise ConfigError(f"PoolConfig.disk_bytes is {self.disk_bytes}; give a positive number of bytes")
+        for name in ("disk_bytes", "write_bytes"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"PoolConfig.{name} is {getattr(self, name)}; give a positive number of bytes")
+        for name in ("connect_timeout", "socket_timeout", "freshness_check_interval"):
+            _check_seconds(f"PoolConfig.{name}", getattr(self, name))
         if self.ttl_seconds is not None:
             _check_seconds("PoolConfig.ttl_seconds", self.ttl_seconds)
+        if self.drain_seconds != 0:
+            _check_seconds("PoolConfig.drain_seconds", self.drain_seconds)
+        if isinstance(self.stores, str):
+            raise ConfigError("PoolConfig.stores is a str; give a tuple of URLs")
+        object.__setattr__(self, "stores", tuple(self.stores))
+        _check_choice("PoolConfig.share", self.share, ["at_once", "when_warm"])
+        _check_choice("PoolConfig.codec", self.codec, ["auto", "none", "zstd", "entropy"])
+        _check_choice("PoolConfig.kv_precision", self.kv_precision, ["exact", "int8"])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -69,11 +69,11 @@ class PlainCodec:
 
     name: str
 
-    def encode(self, data: Bytes, dtype: str) -> bytes | memoryview:  # noqa: ARG002 - the contract's
+    def encode(self, data: Bytes, dtype: str, shape: tuple[int, ...]) -> bytes | memoryview:  # noqa: ARG002 - the contract's
         """A view of the data."""
         return data.data
 
-    def decode(self, blob: bytes | memoryview, num_bytes: int, dtype: str) -> Bytes:  # noqa: ARG002 - the contract's
+    def decode(self, blob: bytes | memoryview, num_bytes: int, dtype: str, shape: tuple[int, ...]) -> Bytes:  # noqa: ARG002 - the contract's
         """A read-only view of the stored bytes."""
         if len(blob) != num_bytes:
             raise FormatError(f"{len(blob)} bytes are stored where {num_bytes} are needed")
@@ -87,7 +87,7 @@ class PlaneCodec:
     name: str
     split: bool
 
-    def encode(self, data: Bytes, dtype: str) -> bytes | memoryview:
+    def encode(self, data: Bytes, dtype: str, shape: tuple[int, ...]) -> bytes | memoryview:
         """The plane table and the planes, byte 0 of the elements first."""
         num_planes = self._num_planes(dtype, len(data))
         heads, bodies = [], []
@@ -101,7 +101,7 @@ class PlaneCodec:
             bodies.append(body)
         return b"".join([_pack_table(heads), *bodies])
 
-    def decode(self, blob: bytes | memoryview, num_bytes: int, dtype: str) -> Bytes:
+    def decode(self, blob: bytes | memoryview, num_bytes: int, dtype: str, shape: tuple[int, ...]) -> Bytes:
         """The data; read-only. Raises FormatError before it allocates anything for sizes that don't fit."""
         view = memoryview(blob).cast("B")
         num_planes = self._num_planes(dtype, num_bytes)

@@ -155,7 +155,7 @@ def pack(unit: RecyclableUnit, codec: Codec, *, hmac_key: bytes | None = None) -
     Raises:
         FormatError: a bound of the format is exceeded.
     """
-    payload = codec.encode(unit.data, unit.dtype)
+    payload = codec.encode(unit.data, unit.dtype, unit.shape)
     names = [_ascii(unit.layout, "layout"), _ascii(unit.dtype, "dtype"), _ascii(codec.name, "codec")]
     variable = b"".join([struct.pack(f"<{len(unit.shape)}Q", *unit.shape), unit.token_ids.tobytes(), *names])
     used = _FIXED.size + len(variable) + _CRC.size
@@ -320,7 +320,7 @@ def _read(view: memoryview, header: _Header, expected: Expectation | None) -> Re
         layout=layout,
         dtype=dtype,
         shape=shape,
-        data=codec.decode(payload, header.data_bytes, dtype),
+        data=codec.decode(payload, header.data_bytes, dtype, shape),
         codec=codec_name,
     )
 

@@ -228,12 +228,19 @@ class StateLayout:
 
     def _payload(self, parts: Sequence[Bytes], num_tokens: int) -> BlockPayload:
         """A payload with its own copy of `parts`, one per run."""
-        data, dtype, offset = np.empty(num_tokens * self.token_bytes, np.uint8), self.dtype, 0
+        data, offset = np.empty(num_tokens * self.token_bytes, np.uint8), 0
         for part in parts:
             data[offset : offset + part.size].reshape(part.shape)[...] = part
             offset += part.size
+        return BlockPayload(num_tokens, data, self.dtype, self._shape(num_tokens), self.layout_id)
+
+    def _shape(self, num_tokens: int) -> tuple[int, ...]:
+        """(segments, tokens, channels) if all segments look the same, else flat; see `BlockPayload`."""
+        dtype, runs = self.dtype, list(self._runs())
         size = next((size for name, size in _DTYPES.values() if name == dtype), 1)
-        return BlockPayload(num_tokens, data, dtype, (len(data) // size,), self.layout_id)
+        if len(runs) == 1 and not runs[0].transposed and dtype != "uint8" and runs[0].segments % 2 == 0:
+            return runs[0].segments, num_tokens, runs[0].item_bytes // size
+        return (num_tokens * self.token_bytes // size,)
 
     def _write_headers(self, section: _Section, blob: Bytes, offset: int, first: int, total: int) -> None:
         _SECTION.pack_into(blob.data, offset, 1, total)
