@@ -282,6 +282,14 @@ class SharedStore(Store, Protocol):
     values: they have no time to live, don't count as items, and neither eviction nor `list_items` touches them.
     """
 
+    async def warm(self) -> None:
+        """Opens what the first call would open (connections, an index), so that no request waits for it. Idempotent.
+
+        Raises:
+            StoreError: that failed; later calls try again by themselves.
+        """
+        ...
+
     def list_items(self) -> AsyncIterator[list[StoredItem]]:
         """Everything the store holds, in pages, in any order, on every node. What changes meanwhile may be missing or
         come twice. Only keys that start with ``kite:`` are listed, so a shared database is safe."""

@@ -30,7 +30,19 @@ from kitelib.fingerprint import (
 )
 from kitelib.upcycle.codec import ITEM_BYTES, codec_named
 
-__all__ = ["MAX_DATA_BYTES", "MAX_TOKEN_IDS", "Expectation", "Kind", "RecyclableUnit", "inspect", "pack", "unpack"]
+__all__ = [
+    "HEAD_BYTES",
+    "MAX_DATA_BYTES",
+    "MAX_TOKEN_IDS",
+    "Expectation",
+    "Kind",
+    "RecyclableUnit",
+    "UnitHead",
+    "inspect",
+    "pack",
+    "peek",
+    "unpack",
+]
 
 Kind = Literal["kv", "logits", "completion", "lora"]
 
@@ -48,6 +60,8 @@ _TAG_BYTES: Final = 32
 # magic, version, flags, header bytes | kind, layout, dtype and codec length, dimensions, reserved | token ids,
 # payload checksum | payload bytes, data bytes, epoch | created at | cf, parent, model state
 _FIXED: Final = struct.Struct("<8sHHI 5B3s II QQQ d 32s32s32s")
+HEAD_BYTES: Final = _FIXED.size
+"""Bytes at the start of a stored unit that `peek` needs."""
 _CRC: Final = struct.Struct("<I")
 _KIND_CODES: Final[dict[str, int]] = {"kv": 1, "logits": 2, "completion": 3, "lora": 4}
 _KINDS: Final[dict[int, Kind]] = {code: cast(Kind, kind) for kind, code in _KIND_CODES.items()}
@@ -126,6 +140,27 @@ class Expectation:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class UnitHead:
+    """What the first bytes of a stored unit say, unchecked: enough to list, age and evict units, never to use one.
+
+    Attributes:
+        num_bytes: length of the whole stored unit.
+        data_bytes: bytes of data that decoding gives.
+        others: as in `RecyclableUnit`.
+    """
+
+    kind: Kind
+    cf: Fingerprint
+    parent: Fingerprint
+    model_state: bytes
+    epoch: int
+    created_at: float
+    num_tokens: int
+    num_bytes: int
+    data_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Header:
     """The fixed part of a stored unit, sizes checked; offsets in bytes from its start."""
 
@@ -142,6 +177,7 @@ class _Header:
     payload_bytes: int
     payload_crc: int
     data_bytes: int
+    num_bytes: int
     authenticated: bool
 
 
@@ -215,6 +251,26 @@ def inspect(blob: bytes | memoryview, *, hmac_key: bytes | None = None) -> Recyc
     return _read(view, header, None)
 
 
+def peek(head: bytes | memoryview) -> UnitHead:
+    """Reads the first `HEAD_BYTES` bytes of a stored unit; more may follow and are not looked at.
+
+    Raises:
+        FormatError: they are not the start of a unit.
+    """
+    header = _read_fixed(memoryview(head).cast("B"), whole=False)
+    return UnitHead(
+        kind=header.kind,
+        cf=header.cf,
+        parent=header.parent,
+        model_state=header.model_state,
+        epoch=header.epoch,
+        created_at=header.created_at,
+        num_tokens=header.num_token_ids,
+        num_bytes=header.num_bytes,
+        data_bytes=header.data_bytes,
+    )
+
+
 def _open(blob: bytes | memoryview, hmac_key: bytes | None) -> tuple[memoryview, _Header]:
     view = memoryview(blob).cast("B")
     header = _read_fixed(view)
@@ -230,7 +286,7 @@ def _open(blob: bytes | memoryview, hmac_key: bytes | None) -> tuple[memoryview,
     return view, header
 
 
-def _read_fixed(view: memoryview) -> _Header:
+def _read_fixed(view: memoryview, *, whole: bool = True) -> _Header:
     if len(view) < _FIXED.size:
         raise FormatError(f"{len(view)} bytes are too few for a unit")
     magic, version, flags, header_bytes, kind_code, *sizes = _FIXED.unpack_from(view)
@@ -255,9 +311,9 @@ def _read_fixed(view: memoryview) -> _Header:
     if header_bytes != used + -used % _ALIGN:
         raise FormatError(f"the header says {header_bytes} bytes, its fields need {used + -used % _ALIGN}")
     authenticated = bool(flags & _AUTHENTICATED)
-    whole = header_bytes + payload_bytes + (_TAG_BYTES if authenticated else 0)
-    if len(view) != whole:
-        raise FormatError(f"the unit has {len(view)} bytes, its header says {whole}")
+    num_bytes = header_bytes + payload_bytes + (_TAG_BYTES if authenticated else 0)
+    if whole and len(view) != num_bytes:
+        raise FormatError(f"the unit has {len(view)} bytes, its header says {num_bytes}")
     return _Header(
         kind=kind,
         cf=Fingerprint(cf),
@@ -272,6 +328,7 @@ def _read_fixed(view: memoryview) -> _Header:
         payload_bytes=payload_bytes,
         payload_crc=payload_crc,
         data_bytes=data_bytes,
+        num_bytes=num_bytes,
         authenticated=authenticated,
     )
 
