@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["tests.support.collection", "tests.support.event_loop", "tests.support.fixtures"]
+pytest_plugins = ["tests.support.collection", "tests.support.event_loop", "tests.support.fixtures", "tests.support.s3_fixtures"]
 
 
 @pytest.fixture(scope="session")

@@ -27,11 +27,13 @@ def main(extras: list[str]) -> None:
             "Install a newer one and name it: make demo PYTHON=python3.12"
         )
     say(f"Preparing {_VENV} (the first time takes minutes, later seconds).")
-    say("1/3  Python environment")
+    say("1/4  Python environment")
     _make_venv()
-    say("2/3  llama.cpp, built for this CPU")
+    say("2/4  llama.cpp, built for this CPU")
     _check([str(_PYTHON), str(_ROOT / "tools" / "build_llama_cpp.py")])
-    say(f"3/3  kitelib and its packages ({', '.join(extras)}): about a minute the first time, for downloads")
+    say("3/4  kitelib's native part: a few seconds")
+    _check([str(_PYTHON), str(_ROOT / "tools" / "build_native.py")])
+    say(f"4/4  kitelib and its packages ({', '.join(extras)}): about a minute the first time, for downloads")
     command = [str(_PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "-e"]
     if run_logged([*command, f"{_ROOT}[{','.join(extras)}]"], _VENV / "install.log") != 0:
         raise SystemExit("Installing failed. Is the network there? Run the same command again to go on.")

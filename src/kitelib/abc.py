@@ -54,6 +54,8 @@ class ModelInfo:
         resident_idle_tokens: tokens of idle sequences worth keeping in the context; past it, restoring from the
             pool is cheaper than the drag of idle tokens on every step.
         notes: plain sentences about what was detected, for people.
+        prefill_guess: tokens of a prompt per second, as a guess from the model's size; only used until the first
+            prompt was computed and measured.
     """
 
     name: str
@@ -72,6 +74,7 @@ class ModelInfo:
     reuse_blocks: bool
     resident_idle_tokens: int
     notes: tuple[str, ...] = ()
+    prefill_guess: float = 100.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,10 +6,11 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from kitelib.config_file import read_yaml, section, shown, unknown_name
-from kitelib.errors import ConfigError, InvalidSamplingError, UnsupportedOptionError
+from kitelib.config_file import check_bytes, check_choice, check_seconds, read_yaml, section, shown
+from kitelib.config_sections import LifecycleSection, PoolSection, UnitTypeSection, redis_tier, unit_types
+from kitelib.errors import ConfigError, InvalidSamplingError
 
 __all__ = [
     "AdapterConfig",
@@ -23,6 +24,8 @@ __all__ = [
     "UnitTypeSection",
     "block_tokens_of",
 ]
+
+_MAX_BLOCK_TOKENS = 256
 
 ReuseMode = Literal["exact", "semantic", "off"]
 Numerics = Literal["bitwise", "standard"]
@@ -49,7 +52,7 @@ class TierThresholds:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"TierThresholds.{name} is {shown(value)}; give a whole number of hits, 0 or more")
-        _check_seconds("TierThresholds.cold_after_s", self.cold_after_s)
+        check_seconds("TierThresholds.cold_after_s", self.cold_after_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,6 +93,8 @@ class PoolConfig:
             the tier it saves bytes for, "none", "zstd" or "entropy".
         kv_precision: "exact" (default), or "int8": K and V are kept as 8-bit integers, which changes answers slightly,
             takes half the bytes, and never mixes with exact units.
+        logits_codec: "raw" (default), or "fp16_quant": last-position logits are kept as float16, half the bytes. An
+            engine with ``numerics="bitwise"`` keeps them as they are whatever stands here.
     """
 
     memory_bytes: int | None = None
@@ -112,25 +117,28 @@ class PoolConfig:
     replica_reads: bool = False
     codec: Literal["auto", "none", "zstd", "entropy"] = "auto"
     kv_precision: Literal["exact", "int8"] = "exact"
+    logits_codec: Literal["raw", "fp16_quant"] = "raw"
 
     def __post_init__(self) -> None:
-        if self.memory_bytes is not None and self.memory_bytes < 0:
-            raise ConfigError(f"PoolConfig.memory_bytes is {self.memory_bytes}; give None, 0 or a number of bytes")
+        if self.memory_bytes is not None:
+            check_bytes("PoolConfig.memory_bytes", self.memory_bytes, least=0)
         for name in ("disk_bytes", "write_bytes"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"PoolConfig.{name} is {getattr(self, name)}; give a positive number of bytes")
+            check_bytes(f"PoolConfig.{name}", getattr(self, name))
+        if self.disk is not None:
+            object.__setattr__(self, "disk", os.fspath(self.disk))
         for name in ("connect_timeout", "socket_timeout", "freshness_check_interval"):
-            _check_seconds(f"PoolConfig.{name}", getattr(self, name))
+            check_seconds(f"PoolConfig.{name}", getattr(self, name))
         if self.ttl_seconds is not None:
-            _check_seconds("PoolConfig.ttl_seconds", self.ttl_seconds)
+            check_seconds("PoolConfig.ttl_seconds", self.ttl_seconds)
         if self.drain_seconds != 0:
-            _check_seconds("PoolConfig.drain_seconds", self.drain_seconds)
+            check_seconds("PoolConfig.drain_seconds", self.drain_seconds)
         if isinstance(self.stores, str):
             raise ConfigError("PoolConfig.stores is a str; give a tuple of URLs")
         object.__setattr__(self, "stores", tuple(self.stores))
-        _check_choice("PoolConfig.share", self.share, ["at_once", "when_warm"])
-        _check_choice("PoolConfig.codec", self.codec, ["auto", "none", "zstd", "entropy"])
-        _check_choice("PoolConfig.kv_precision", self.kv_precision, ["exact", "int8"])
+        check_choice("PoolConfig.share", self.share, ["at_once", "when_warm"])
+        check_choice("PoolConfig.codec", self.codec, ["auto", "none", "zstd", "entropy"])
+        check_choice("PoolConfig.kv_precision", self.kv_precision, ["exact", "int8"])
+        check_choice("PoolConfig.logits_codec", self.logits_codec, ["raw", "fp16_quant"])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -276,106 +284,6 @@ def _check_number(name: str, value: Any, low: float, high: float | None, *, open
         )
 
 
-def _check_seconds(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"{name} is {shown(value)}; give a positive number of seconds")
-
-
-def _check_choice(name: str, value: Any, valid: list[str]) -> None:
-    if value not in valid:
-        raise ConfigError(f"{name} is {shown(value)}; {unknown_name(value, valid)}")
-
-
-# The configuration file
-
-# What may be said about each kind of unit: its serializers and its usual compression; the first one is the default.
-_UNIT_TYPES: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "kv_cache": (("paged_kvcache_v2", "int8_kv"), "zstd"),
-    "mlp_activation": (("fp16_quant",), "none"),
-}
-_COMPRESSIONS = ["zstd", "none"]
-_POOL_BACKENDS = ["memory", "disk", "redis", "redis_cluster", "s3", "tiered"]
-_MAX_BLOCK_TOKENS = 256
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class UnitTypeSection:
-    """One entry of ``ru_types``: the stored form of one kind of unit. The memory tier keeps units as they are,
-    lossless and not compressed, whatever stands here.
-
-    Attributes:
-        name: "kv_cache", or "mlp_activation": the last-position activations that a unit of kind `logits` keeps.
-        serializer: "paged_kvcache_v2" (default for kv_cache), "int8_kv", "fp16_quant" (default for mlp_activation).
-        compression: "zstd" (default for kv_cache) or "none" (default for mlp_activation).
-    """
-
-    name: str
-    serializer: str = ""
-    compression: str = ""
-
-    def __post_init__(self) -> None:
-        _check_choice("name", self.name, list(_UNIT_TYPES))
-        serializers, compression = _UNIT_TYPES[self.name]
-        object.__setattr__(self, "serializer", serializers[0] if self.serializer == "" else self.serializer)
-        object.__setattr__(self, "compression", compression if self.compression == "" else self.compression)
-        _check_choice("serializer", self.serializer, list(serializers))
-        _check_choice("compression", self.compression, _COMPRESSIONS)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LifecycleSection:
-    """``ru_pool.lifecycle``: how long units live.
-
-    Attributes:
-        ttl_seconds: seconds after which a unit counts as gone; default 3600; None (``null``) means never.
-        freshness_check_interval: seconds between two searches for units past their time; default 60. The memory
-            tier needs none: it looks at a unit's age whenever the unit is asked for.
-    """
-
-    ttl_seconds: float | None = 3600
-    freshness_check_interval: float = 60
-
-    def __post_init__(self) -> None:
-        if self.ttl_seconds is not None:
-            _check_seconds("ttl_seconds", self.ttl_seconds)
-        _check_seconds("freshness_check_interval", self.freshness_check_interval)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PoolSection:
-    """``ru_pool``: where units are kept. All keys but `backend` and `lifecycle` only concern Redis.
-
-    Attributes:
-        backend: "memory" (default), "disk", "redis", "redis_cluster", "s3" or "tiered".
-        redis_urls: URLs of the nodes, ``redis://`` or ``rediss://``; default none. They may hold passwords, so
-            they are not shown.
-        shard_key: "cf_hash_prefix_4": the first four digits of the fingerprint choose the slot.
-        connect_timeout: seconds a connection may take to open; default 0.5.
-        socket_timeout: seconds a call may take; default 0.3.
-        lifecycle: see `LifecycleSection`.
-    """
-
-    backend: str = "memory"
-    redis_urls: tuple[str, ...] = dataclasses.field(default=(), repr=False)
-    shard_key: str = "cf_hash_prefix_4"
-    connect_timeout: float = 0.5
-    socket_timeout: float = 0.3
-    lifecycle: LifecycleSection = LifecycleSection()
-
-    def __post_init__(self) -> None:
-        _check_choice("backend", self.backend, _POOL_BACKENDS)
-        if isinstance(self.redis_urls, str) or not isinstance(self.redis_urls, Sequence):
-            raise ConfigError(f"redis_urls is a {type(self.redis_urls).__name__}; give a list of redis:// URLs")
-        object.__setattr__(self, "redis_urls", tuple(self.redis_urls))
-        for index, url in enumerate(self.redis_urls):
-            if not isinstance(url, str) or not url.startswith(("redis://", "rediss://")):
-                kind = "another URL" if isinstance(url, str) else f"a {type(url).__name__}"
-                raise ConfigError(f"redis_urls[{index}] is {kind}; give one that starts with redis:// or rediss://")
-        _check_choice("shard_key", self.shard_key, ["cf_hash_prefix_4"])
-        _check_seconds("connect_timeout", self.connect_timeout)
-        _check_seconds("socket_timeout", self.socket_timeout)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class KiteConfig:
     """A configuration file. Every key may be left out; a key that does not exist is an error.
@@ -389,7 +297,7 @@ class KiteConfig:
 
     ru_slicing: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"llama": 16, "qwen": 32, "phi": 8})
     ru_types: tuple[UnitTypeSection, ...] = (UnitTypeSection("kv_cache"), UnitTypeSection("mlp_activation"))
-    ru_pool: PoolSection = PoolSection()
+    ru_pool: PoolSection = dataclasses.field(default_factory=PoolSection)
 
     def __post_init__(self) -> None:
         if not isinstance(self.ru_slicing, Mapping):
@@ -420,21 +328,29 @@ class KiteConfig:
             headings = ("ru_slicing", "ru_types", "ru_pool")
             plain = {key: each for key, each in plain.items() if each is not None or key not in headings}
         try:
-            return section(cls, plain, "", {"ru_types": _unit_types, "ru_pool": _pool_section})
+            return section(cls, plain, "", {"ru_types": unit_types, "ru_pool": _pool_section})
         except ConfigError as error:
             raise ConfigError(f"{os.fspath(path)}: {error}") from error
 
     def to_pool_config(self) -> PoolConfig:
-        """The pool that the file describes.
-
-        Raises:
-            UnsupportedOptionError: this release does not have that backend.
-        """
-        if self.ru_pool.backend != "memory":
-            raise UnsupportedOptionError(
-                f"ru_pool.backend is {self.ru_pool.backend!r}, but this release only has the memory tier; use 'memory'"
-            )
-        return PoolConfig(ttl_seconds=self.ru_pool.lifecycle.ttl_seconds)
+        """The pool that the file describes."""
+        pool, types = self.ru_pool, {each.name: each for each in self.ru_types}
+        kv = types.get("kv_cache") or UnitTypeSection("kv_cache")
+        logits = types.get("mlp_activation") or UnitTypeSection("mlp_activation")
+        return PoolConfig(
+            memory_bytes=pool.memory_bytes,
+            disk=pool.disk_folder if pool.backend in ("disk", "tiered") else None,
+            disk_bytes=pool.disk_bytes,
+            redis=redis_tier(pool),
+            s3=pool.s3_url if pool.backend in ("s3", "tiered") else None,
+            ttl_seconds=pool.lifecycle.ttl_seconds,
+            connect_timeout=pool.connect_timeout,
+            socket_timeout=pool.socket_timeout,
+            freshness_check_interval=pool.lifecycle.freshness_check_interval,
+            codec=cast(Any, kv.compression),
+            kv_precision="int8" if kv.serializer == "int8_kv" else "exact",
+            logits_codec=cast(Any, logits.serializer),
+        )
 
     def block_tokens_for(self, architecture: str) -> int | None:
         """Tokens per block for an architecture; None if `ru_slicing` does not name it."""
@@ -445,14 +361,6 @@ def block_tokens_of(table: Mapping[str, int], architecture: str) -> int | None:
     """The value of the longest key that `architecture` starts with; None if there is none."""
     fitting = [prefix for prefix in table if architecture.startswith(prefix)]
     return table[max(fitting, key=len)] if fitting else None
-
-
-def _unit_types(value: Any, place: str) -> tuple[UnitTypeSection, ...]:
-    if not isinstance(value, list):
-        raise ConfigError(f"{place} is {shown(value)}; give a list of entries with name, serializer and compression")
-    return tuple(
-        section(UnitTypeSection, each, f"{place}[{index}]", required=("name",)) for index, each in enumerate(value)
-    )
 
 
 def _pool_section(value: Any, place: str) -> PoolSection:

@@ -1,19 +1,23 @@
-"""From a YAML file to frozen dataclasses, with errors that say where in the file they are."""
+"""From a YAML file to frozen dataclasses, with errors that say where in the file they are, and the checks that options
+made in code share with it."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
+import re
 import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from kitelib.errors import ConfigError
 
-__all__ = ["read_yaml", "section", "shown", "unknown_name"]
+__all__ = ["check_bytes", "check_choice", "check_seconds", "read_yaml", "section", "shown", "unknown_name"]
 
 T = TypeVar("T")
+_CREDENTIALS = re.compile(r"//[^/@\s]*@")
 Part = Callable[[Any, str], Any]
 """Turns the plain value of one key, found at the given place, into what the dataclass wants."""
 
@@ -89,8 +93,33 @@ def unknown_name(name: Any, valid: list[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """The value as a message shows it: cut short, since aliases can make a small file mean a huge value."""
+    """The value as a message shows it: cut short, since aliases can make a small file mean a huge value, and without
+    the user and password of a URL."""
     text = reprlib.Repr()
     text.maxstring = text.maxother = 80
     text.maxlevel = 2
-    return text.repr(value)
+    # Masked before it is cut, or a cut between the password and the @ would show it.
+    return _CREDENTIALS.sub("//***@", text.repr(_masked(value)))
+
+
+def _masked(value: Any) -> Any:
+    return _CREDENTIALS.sub("//***@", value) if isinstance(value, str) else value
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Raises ConfigError unless `value` is a positive, finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"{name} is {shown(value)}; give a positive number of seconds")
+
+
+def check_bytes(name: str, value: Any, *, least: int = 1) -> None:
+    """Raises ConfigError unless `value` is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        kind = "a positive number of bytes" if least else "0 or a number of bytes"
+        raise ConfigError(f"{name} is {shown(value)}; give {kind}")
+
+
+def check_choice(name: str, value: Any, valid: list[str]) -> None:
+    """Raises ConfigError unless `value` is one of `valid`; the message has the nearest."""
+    if value not in valid:
+        raise ConfigError(f"{name} is {shown(value)}; {unknown_name(value, valid)}")

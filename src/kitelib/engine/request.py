@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kitelib.abc import SequenceId
@@ -16,6 +16,7 @@ from kitelib.engine.sampling import Sampler
 from kitelib.engine.text import TextStream
 from kitelib.fingerprint import BlockChain
 from kitelib.yoco.planner import EMPTY_PREFIX, PooledPrefix
+from kitelib.yoco.search import Late
 
 __all__ = ["Branch", "Request", "Run"]
 
@@ -71,7 +72,9 @@ class Request:
         deliver: takes a `Chunk`, a `Generation` or an exception on the event loop.
         streaming: whether chunks are wanted before the end.
         epoch: the pool's epoch before it was asked; a request from before an invalidation leaves nothing behind.
-        context_tokens, pool_tokens: prompt tokens reused from either, at first admission.
+        context_tokens: prompt tokens that were shared in the context when it was first admitted.
+        pool_tokens: tier -> prompt tokens that came from it.
+        skipped_tokens: tier -> prompt tokens that it had but that were computed, because loading takes longer.
         first_computed: when the first own work was admitted; None before.
     """
 
@@ -93,7 +96,8 @@ class Request:
     number: int = dataclasses.field(default_factory=lambda: next(_REQUEST_IDS))
     branches: list[Branch] = dataclasses.field(default_factory=list)
     context_tokens: int = 0
-    pool_tokens: int = 0
+    pool_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
+    skipped_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     zero_prefill: bool = False
     divergence: Divergence | None = None
     admitted_at: float | None = None
@@ -105,7 +109,15 @@ class Request:
         """Prompt tokens that were not computed for this request. A choice that ended with its first token, sampled
         from stored logits, never asked for the prompt's KV."""
         untouched = self.zero_prefill and self.admitted_at is None
-        return len(self.prompt) if untouched else self.context_tokens + self.pool_tokens
+        return len(self.prompt) if untouched else self.context_tokens + sum(self.pool_tokens.values())
+
+    def note_restored(self, start: int, restored: Mapping[str, int]) -> None:
+        """Tokens from `start` on came from tiers, in their order; only the prompt's count."""
+        for tier, count in restored.items():
+            counted = max(0, min(start + count, len(self.prompt)) - start)
+            start += count
+            if counted:
+                self.pool_tokens[tier] = self.pool_tokens.get(tier, 0) + counted
 
     @property
     def reuses(self) -> bool:
@@ -119,6 +131,8 @@ class Branch:
 
     Attributes:
         prefix: what the pool gave for its tokens.
+        late: what is still on its way from the outer tiers; None if nothing is.
+        arrived: the blocks of it that are there.
         fetching: the pool is being asked; not admitted until the answer.
         ask_pool: ask the pool again before the next admission (after a preemption).
     """
@@ -130,6 +144,8 @@ class Branch:
     text: TextStream
     constraint: Constraint | None
     prefix: PooledPrefix = EMPTY_PREFIX
+    late: Late | None = None
+    arrived: PooledPrefix = EMPTY_PREFIX
     fetching: bool = False
     ask_pool: bool = False
     new_tokens: list[int] = dataclasses.field(default_factory=list)

@@ -56,7 +56,9 @@ class ReuseReport:
 
     Attributes:
         exactness: "bitwise", "standard" or "approximate"; see docs/concepts.md.
-        tiers: tier name -> prompt tokens that came from it ("context": shared in place; "memory": the pool).
+        tiers: tier name -> prompt tokens that came from it ("context": shared in place; "memory", "disk", "redis",
+            "s3" or a third party's name: the pool).
+        skipped: tier name -> prompt tokens that it had but that were computed, because loading them takes longer.
         computed_tokens: prompt tokens that were computed.
         zero_prefill: the first token was sampled from stored logits, without a model step.
         divergence: where the prompt left the cached run; None if it never did or nothing was cached.
@@ -69,6 +71,7 @@ class ReuseReport:
     zero_prefill: bool
     divergence: Divergence | None
     note: str
+    skipped: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -67,17 +67,25 @@ class Saver:
         first = run.saved // size
         full = min(run.computed // size, len(run.chain.fingerprints))
         last = full if max_blocks is None else min(full, first + max_blocks)
-        # What the pool already has (another run shares it) is not copied again.
-        while first < last and self._has(self._planner.expect_block(run.chain, first, run.tokens)):
-            first += 1
-        if first < last:
-            self._save_blocks(run, first, last)
+        while first < last:
+            # What the pool already has (another run shares it, or it came from there) is not copied again.
+            first = self._skip(run, first, last, known=True)
+            stop = self._skip(run, first, last, known=False)
+            if first < stop:
+                self._save_blocks(run, first, stop)
+            first = stop
         run.saved = max(run.saved, last * size)
         if last == full:
             for end in run.tail_ends:
                 if end <= run.computed:
                     self._save_tail(run, end)
             self.forget(run)
+
+    def _skip(self, run: Run, first: int, last: int, *, known: bool) -> int:
+        """The first block from `first` on that the pool does not have (or has, if not `known`); `last` if none."""
+        while first < last and self._has(self._planner.expect_block(run.chain, first, run.tokens)) == known:
+            first += 1
+        return first
 
     def save_logits(self, request: Request, run: Run, logits: npt.NDArray[np.float32]) -> None:
         """Keeps the logits after the prompt's last token."""
@@ -138,4 +146,5 @@ class Saver:
         )
 
     def _submit(self, run: Run, units: Sequence[RecyclableUnit], reserved: int) -> None:
-        self._post(lambda: self._recycler.submit(units, reserved, run.epoch))
+        root = run.chain.root
+        self._post(lambda: self._recycler.submit(units, reserved, run.epoch, root))

@@ -8,18 +8,19 @@ When all tokens of a branch are computed, the step's logits give it one more. Se
 from __future__ import annotations
 
 import bisect
-import contextlib
 import dataclasses
 import logging
-import queue
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 
 import numpy as np
 import numpy.typing as npt
 
 from kitelib.abc import StepWork
 from kitelib.engine.context_memory import ContextMemory
+from kitelib.engine.inbox import Inbox
+from kitelib.engine.late_blocks import LateBlocks, PrefillSpeed
 from kitelib.engine.output import Outputs
 from kitelib.engine.request import Branch, Request, Run
 from kitelib.errors import (
@@ -39,7 +40,6 @@ _LOG = logging.getLogger("kitelib.scheduler")
 _ADMISSION_WINDOW = 64  # waiting branches looked at per step
 _SAVED_BLOCKS_PER_STEP = 8
 _SAVED_BLOCKS_IDLE = 32
-_COMPANION_WAIT_S = 0.003
 # Fetches the pool's part of a branch's tokens from a block on; called on the event loop, answers with `fetched`.
 AskPool = Callable[[Branch, int], None]
 
@@ -58,7 +58,14 @@ class SchedulerCounters:
 
 
 class Scheduler:
-    """One per loaded model. `submit`, `cancel`, `fetched`, `call` and `stop` may be called from any thread."""
+    """One per loaded model. `submit`, `cancel`, `fetched`, `arrived`, `forget`, `call` and `stop` may be called from any
+    thread.
+
+    Attributes:
+        counters: what happened so far.
+        speed: how fast prompts are computed.
+        ended: the thread has ended, or is about to.
+    """
 
     def __init__(self, memory: ContextMemory, outputs: Outputs, port: LoopPort, ask_pool: AskPool) -> None:
         self._memory = memory
@@ -66,7 +73,7 @@ class Scheduler:
         self._outputs = outputs
         self._port = port
         self._ask_pool = ask_pool
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._waiting: list[Branch] = []
         self._active: list[Branch] = []
         # Full blocks that an active branch is about to compute: who needs one of them waits instead of repeating it.
@@ -74,7 +81,8 @@ class Scheduler:
         self._last_adapter: str | None = None
         self._stopping: KiteError | None = None
         self.ended = False
-        self._expected = 0
+        self._late = LateBlocks(memory)
+        self.speed = PrefillSpeed(memory.backend.info.prefill_guess)
         self.counters = SchedulerCounters()
 
     # Called from other threads
@@ -85,18 +93,9 @@ class Scheduler:
         if self.ended:  # nobody reads the inbox any more: answer here
             self._end(EngineClosedError() if self._stopping is None else self._stopping)
 
-    @contextlib.contextmanager
-    def expecting(self) -> Iterator[None]:
-        """A request is being prepared and will be submitted inside the block. On the event loop.
-
-        An idle scheduler that gets the first of several simultaneous requests waits a moment for the others, so that
-        they share their first step instead of waiting for that of the first.
-        """
-        self._expected += 1
-        try:
-            yield
-        finally:
-            self._expected -= 1
+    def expecting(self) -> AbstractContextManager[None]:
+        """See `Inbox.expecting`."""
+        return self._inbox.expecting()
 
     def cancel(self, request: Request) -> None:
         """Ends a request without an answer; what it computed stays reusable."""
@@ -105,6 +104,10 @@ class Scheduler:
     def fetched(self, branch: Branch, prefix: PooledPrefix) -> None:
         """The pool's answer for a branch."""
         self._inbox.put(lambda: self._on_fetched(branch, prefix))
+
+    def arrived(self, request: Request, prefix: PooledPrefix) -> None:
+        """Blocks for a request that already computes; each call brings all that are there so far."""
+        self._inbox.put(lambda: self._late.arrived(request, prefix))
 
     def call(self, job: Callable[[], None]) -> None:
         """Runs `job` on the model's thread between two steps."""
@@ -131,6 +134,19 @@ class Scheduler:
     def active_runs(self) -> list[Run]:
         """Runs of the active branches. Model's thread only."""
         return [branch.run for branch in self._active]
+
+    def forget(self) -> None:
+        """`invalidate`, as soon as the step under way has ended."""
+
+        def job() -> None:
+            self.invalidate()
+
+        self._inbox.put(job)
+
+    def fail_all(self, reason: KiteError) -> None:
+        """Ends every request with `reason`. Model's thread only."""
+        for branch in [*self._waiting, *self._active]:
+            self._fail(branch.request, reason)
 
     def invalidate(self) -> int:
         """Forgets what could be reused; who has not ended leaves nothing behind. Model's thread only.
@@ -167,37 +183,17 @@ class Scheduler:
 
     def _end(self, reason: KiteError) -> None:
         self.ended = True
-        while True:
-            try:
-                self._inbox.get_nowait()()
-            except queue.Empty:
-                break
-        for branch in [*self._waiting, *self._active]:
-            self._fail(branch.request, reason)
+        self._inbox.run_jobs()
+        self.fail_all(reason)
         self._memory.evict_all()
         self._port.flush()
 
     def _drain_inbox(self) -> None:
         idle = not self._busy()
-        job = self._next_job(block=idle)
-        while job is not None:
-            job()
-            job = self._next_job(block=False)
-        if idle and self._waiting and self._expected:
+        self._inbox.run_jobs(self._until_deadline() if idle else 0.0)
+        if idle and self._waiting and self._inbox.expects_more:
             self._port.flush()
-            self._await_companions()
-
-    def _await_companions(self) -> None:
-        deadline = time.monotonic() + _COMPANION_WAIT_S
-        while self._expected and (left := deadline - time.monotonic()) > 0:
-            with contextlib.suppress(queue.Empty):
-                self._inbox.get(timeout=left)()
-
-    def _next_job(self, *, block: bool) -> Callable[[], None] | None:
-        try:
-            return self._inbox.get(block=block, timeout=self._until_deadline() if block else None)
-        except queue.Empty:
-            return None
+            self._inbox.await_companions()
 
     def _busy(self) -> bool:
         return bool(self._active or self._memory.saver.pending or any(not each.fetching for each in self._waiting))
@@ -224,7 +220,9 @@ class Scheduler:
             return
         self._note_divergence(request)
         branch = self._new_branch(request, 0)
-        branch.prefix = request.prefix
+        self._give(branch, request.prefix)
+        size = self._backend.info.block_tokens
+        request.skipped_tokens = {tier: count * size for tier, count in request.prefix.skipped}
         logits = request.prefix.logits
         if logits is not None and request.policy.zero_prefill:
             request.zero_prefill = True
@@ -258,15 +256,20 @@ class Scheduler:
         for branch in branches:
             self._take_token(branch, logits)
             if branch.finish_reason is None and branch.run.sequence is None and not request.closed:
-                branch.prefix = request.prefix
+                self._give(branch, request.prefix)
                 self._enqueue(branch)
 
     def _enqueue(self, branch: Branch) -> None:
         bisect.insort(self._waiting, branch, key=lambda each: each.order)
 
+    @staticmethod
+    def _give(branch: Branch, prefix: PooledPrefix) -> None:
+        branch.prefix = prefix
+        branch.late = prefix.late
+
     def _on_fetched(self, branch: Branch, prefix: PooledPrefix) -> None:
         branch.fetching = False
-        branch.prefix = prefix
+        self._give(branch, prefix)
 
     def _take_token(self, branch: Branch, logits: npt.NDArray[np.float32]) -> None:
         try:
@@ -290,6 +293,7 @@ class Scheduler:
 
     def _retire(self, branch: Branch) -> None:
         """Takes a branch out of the schedule; what it computed becomes idle."""
+        self._late.close(branch)
         if branch in self._active:
             self._active.remove(branch)
             self._stop_computing(branch)
@@ -366,13 +370,12 @@ class Scheduler:
         branch.fetching = True
         self._port.add(lambda: self._ask_pool(branch, block))
 
-    def _note_admission(self, branch: Branch, context_tokens: int, pool_tokens: int) -> None:
+    def _note_admission(self, branch: Branch, context_tokens: int, restored: dict[str, int]) -> None:
         request = branch.request
         if request.admitted_at is None:
             request.admitted_at = time.monotonic()
-            prompt = len(request.prompt)
-            request.context_tokens = min(context_tokens, prompt)
-            request.pool_tokens = min(context_tokens + pool_tokens, prompt) - request.context_tokens
+            request.context_tokens = min(context_tokens, len(request.prompt))
+            request.note_restored(context_tokens, restored)
 
     def _stop_computing(self, branch: Branch) -> None:
         for fingerprint in branch.run.chain.fingerprints:
@@ -394,6 +397,7 @@ class Scheduler:
             )
             for branch, count in work
         ]
+        begun = time.perf_counter()
         try:
             result = self._backend.step(items)
         except BackendStepError as error:
@@ -404,6 +408,7 @@ class Scheduler:
             return
         finally:
             self.counters.steps += 1  # afterwards: who sees a first token sees the steps that it took
+        self.speed.note(work, time.perf_counter() - begun)
         for (branch, count), logits in zip(work, result.logits, strict=True):
             branch.run.computed += count
             self._memory.computed(branch.run)
@@ -432,6 +437,8 @@ class Scheduler:
 
     def _plan_step(self) -> list[tuple[Branch, int]]:
         adapter = self._choose_adapter()
+        for branch in self._active:
+            self._forget_computed(branch, self._late.take_over(branch))
         ready = [branch for branch in self._active if branch.run.adapter == adapter and branch.run.remaining]
         ready.sort(key=lambda branch: branch.order)
         decodes = [branch for branch in ready if branch.run.remaining == 1]
@@ -445,7 +452,7 @@ class Scheduler:
             if budget <= 0:
                 break
             if branch.run.remaining > 1 and branch in self._active:
-                count = min(branch.run.remaining, budget)
+                count = self._late.aligned(branch, min(branch.run.remaining, budget))
                 work.append((branch, count))
                 budget -= count
         if not work and self._active and ready:

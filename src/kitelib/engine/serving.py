@@ -12,7 +12,7 @@ from kitelib.config import PoolConfig, ReusePolicy, SamplingParams
 from kitelib.engine.constraints import Constraint, ConstraintFactory
 from kitelib.engine.context_memory import ContextMemory
 from kitelib.engine.output import Outputs
-from kitelib.engine.request import Branch
+from kitelib.engine.request import Branch, Request
 from kitelib.engine.saving import Saver
 from kitelib.engine.scheduler import Scheduler
 from kitelib.errors import EngineClosedError, KiteError, UnsupportedOptionError
@@ -22,9 +22,9 @@ from kitelib.runtime.supervisor import Supervisor
 from kitelib.runtime.threads import ModelThread
 from kitelib.stores.pool import RUPool
 from kitelib.upcycle.recycler import Recycler
-from kitelib.yoco.planner import EMPTY_PREFIX, Planner
+from kitelib.yoco.planner import EMPTY_PREFIX, Planner, PooledPrefix, late_prefix
 
-__all__ = ["Serving"]
+__all__ = ["Serving", "bind_late"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -32,12 +32,13 @@ class Serving:
     """A backend, its scheduler on its own thread, and the planner and constraints for its vocabulary."""
 
     backend: Any
+    pool: RUPool
     planner: Planner
     memory: ContextMemory
     scheduler: Scheduler
     port: LoopPort
     thread: ModelThread
-    namespace_secret: bytes | None
+    config: PoolConfig
     _constraints: ConstraintFactory | None = None
     _constraints_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     _roots: dict[tuple[str | None, str | None], Fingerprint] = dataclasses.field(default_factory=dict)
@@ -48,7 +49,13 @@ class Serving:
     ) -> Serving:
         """Starts the model's thread. Call it on the event loop."""
         port = LoopPort(asyncio.get_running_loop())
-        planner = Planner(pool, backend.info, str(backend.info.execution_path.get("layout", "none")))
+        planner = Planner(
+            pool,
+            backend.info,
+            str(backend.info.execution_path.get("layout", "none")),
+            speed=lambda: scheduler.speed.tokens_per_s,
+            spawn=supervisor.spawn,
+        )
         saver = Saver(backend, pool, recycler, planner, port.add)
         memory = ContextMemory(backend, saver, lambda: pool.epoch)
         outputs = Outputs(backend, backend.token_text, port.add)
@@ -60,26 +67,37 @@ class Serving:
                     prefix = await planner.find(branch.run.chain, branch.run.tokens, block, logits=False)
                 finally:
                     scheduler.fetched(branch, prefix)
+                    bind_late(scheduler, branch.request, prefix)
 
             supervisor.spawn("fetch", look)
 
         scheduler = Scheduler(memory, outputs, port, ask_pool)
         thread = ModelThread("kite-model", scheduler.run)
         thread.start()
-        return cls(backend, planner, memory, scheduler, port, thread, config.namespace_secret)
+        return cls(backend, pool, planner, memory, scheduler, port, thread, config)
 
     def root(self, policy: ReusePolicy, adapter: str | None) -> Fingerprint:
         """Where the fingerprints of a tenant's requests start."""
         key = (policy.namespace, adapter)
         if key not in self._roots:
-            self._roots[key] = root_fingerprint(
+            root = root_fingerprint(
                 self.backend.info.model_state,
-                self.backend.info.execution_path,
+                self._path,
                 policy.namespace,
-                namespace_secret=self.namespace_secret,
+                namespace_secret=self.config.namespace_secret,
                 adapter=None if adapter is None else self.backend.adapter_states[adapter],
             )
+            self.pool.add_namespace(root, policy.namespace)
+            self._roots[key] = root
         return self._roots[key]
+
+    @property
+    def _path(self) -> dict[str, str | int | bool]:
+        """The execution path with what the pool does to the numbers."""
+        path = dict(self.backend.info.execution_path)
+        if self.config.kv_precision != "exact":
+            path["kv_precision"] = self.config.kv_precision
+        return path
 
     def fingerprint_configs(self, policy: ReusePolicy, adapter: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
         """What `root` and the chains of such requests are made of; see `KiteEngine.fingerprint_configs`."""
@@ -88,14 +106,14 @@ class Serving:
             "model_state": info.model_state,
             "tokenizer": lambda text: backend.tokenize(text, add_special=True),
         }
-        runtime: dict[str, Any] = {**info.execution_path, "namespace": policy.namespace}
+        runtime: dict[str, Any] = {**self._path, "namespace": policy.namespace}
         if runtime.get("block_tokens") != info.block_tokens:
             raise UnsupportedOptionError(
                 f"the execution path of {info.name!r} does not hold its block_tokens, {info.block_tokens}, so its "
                 "fingerprints can't be computed outside the engine"
             )
-        if self.namespace_secret is not None:
-            runtime["namespace_secret"] = _Secret(self.namespace_secret)
+        if self.config.namespace_secret is not None:
+            runtime["namespace_secret"] = _Secret(self.config.namespace_secret)
         if adapter is not None:
             runtime["adapter"] = backend.adapter_states[adapter]
         return model, runtime
@@ -125,6 +143,15 @@ class Serving:
             raise EngineClosedError
         return await future
 
+    async def finish(self, reason: KiteError, *, save: bool) -> None:
+        """Ends all open requests with `reason`; `save` hands what they and earlier ones left to the recycler."""
+
+        def end() -> int:
+            self.scheduler.fail_all(reason)
+            return self.memory.save_all() if save else 0
+
+        await self.on_model_thread(end)
+
     async def stop(self, reason: KiteError) -> None:
         """Ends the thread and frees the model. Requests still open fail with `reason`."""
         self.scheduler.stop(reason)
@@ -132,6 +159,13 @@ class Serving:
             await self.thread.join()
         finally:
             self.backend.close()
+
+
+def bind_late(scheduler: Scheduler, request: Request, prefix: PooledPrefix) -> None:
+    """Blocks that are still on their way go to the scheduler when they come. On the event loop, once the scheduler has
+    the request."""
+    if prefix.late is not None:
+        prefix.late.bind(lambda first, units: scheduler.arrived(request, late_prefix(first, units)))
 
 
 class _Secret(bytes):

@@ -25,7 +25,7 @@ class Breaker:
     ::
 
         if breaker.allows():
-            with breaker.watch():      # an exception or a cancellation by timeout inside counts as a failure
+            with breaker.watch():      # an exception inside counts as a failure, a cancellation does not
                 ...
 
     Args:

@@ -1,70 +1,147 @@
-"""`RUPool`: the tiers as one place that takes and gives verified recyclable units."""
+"""`RUPool`: the tiers as one place that takes and gives verified recyclable units.
+
+Process memory holds units as plain bytes. The outer tiers (disk, Redis, third parties, S3) hold their stored form,
+compressed where that pays and authenticated where a key is set. Whatever a tier does, a request only misses.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import anyio
 
 from kitelib.abc import Codec
 from kitelib.config import PoolConfig
-from kitelib.errors import FormatError, InvalidRequestError, UnsupportedOptionError
+from kitelib.errors import FormatError, InvalidRequestError, StoreError
 from kitelib.fingerprint import FINGERPRINT_BYTES, store_key
 from kitelib.fingerprint.chain import model_key
 from kitelib.runtime.limits import default_pool_bytes
+from kitelib.runtime.supervisor import Supervisor
 from kitelib.runtime.threads import ThreadDoor
+from kitelib.stores.keys import unit_key
+from kitelib.stores.known import KnownKeys, most_recent
+from kitelib.stores.lifecycle import Lifecycle
 from kitelib.stores.memory import MemoryStore
+from kitelib.stores.registry import open_stores
 from kitelib.stores.siblings import Siblings
+from kitelib.stores.tier import Pending, Tier
+from kitelib.stores.tiered import Span, Tiers
 from kitelib.upcycle.codec import get_codec
 from kitelib.upcycle.unit import Expectation, RecyclableUnit, inspect, pack, unpack
 
 __all__ = ["RUPool", "Wanted"]
 
 _LOG = logging.getLogger("kitelib.pool")
+_OUTER_KINDS: Final = ("kv", "logits", "completion", "lora")
+_MAX_PROMOTING_BYTES: Final = 64 * 2**20
+_CALL_MARGIN_S: Final = 0.2  # what a store needs to give up by itself after its own timeouts
+_KNOWN_KEYS: Final = 32768
+_KNOWN_S: Final = 600.0
+_WARM_BATCH: Final = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
-    """One unit to look for: its key and what it must be."""
+    """One unit to look for: its key, what it must be, and the root of its namespace (b"" for the engine's own)."""
 
     key: str
     expected: Expectation
+    root: bytes = b""
 
     @classmethod
-    def of(cls, expected: Expectation) -> Wanted:
+    def of(cls, expected: Expectation, root: bytes = b"") -> Wanted:
         """The request for a unit, keyed by its own identity."""
-        return cls(store_key(model_key(expected.model_state), expected.kind, expected.cf), expected)
+        return cls(store_key(model_key(expected.model_state), expected.kind, expected.cf), expected, root)
 
 
 class RUPool:
-    """All tiers. This release has the process-memory tier.
+    """All tiers. Used on the event loop, except `contains` and `encode`.
 
     Attributes:
+        memory: the process-memory tier.
+        tiers: the outer tiers, fastest first.
         epoch: freshness epoch; units written before the last `clear` carry a lower one and are never given out.
-        refused: units that failed a check on reading, and reads that a tier failed.
+        refused: units in memory that failed a check on reading, and calls that the memory tier failed.
         siblings: which stored KV units go on from the same block.
     """
 
-    def __init__(self, config: PoolConfig, door: ThreadDoor) -> None:
-        for name in ("disk", "redis", "s3"):
-            if getattr(config, name) is not None:
-                raise UnsupportedOptionError(
-                    f"PoolConfig.{name} is {getattr(config, name)!r}, but this release only has the memory tier; leave it None"
-                )
+    def __init__(self, config: PoolConfig, door: ThreadDoor, *, on_epoch: Callable[[], None] | None = None) -> None:
         limit = default_pool_bytes() if config.memory_bytes is None else config.memory_bytes
         self.memory = MemoryStore(limit, ttl_s=config.ttl_seconds)
+        timeout_s = config.connect_timeout + config.socket_timeout + _CALL_MARGIN_S
+        self.tiers = Tiers(
+            [
+                Tier(name, store, door=door, timeout_s=timeout_s, write_bytes=config.write_bytes)
+                for name, store in open_stores(config)
+            ],
+            thresholds=config.thresholds,
+            share=config.share,
+        )
+        self._enabled = limit > 0 or bool(self.tiers.tiers)
         self.siblings = Siblings()
-        self.epoch = 0
         self.refused = 0
-        self._enabled = limit > 0
-        self._hmac_key = config.hmac_key
+        self.epoch = 0
+        self._config = config
         self._door = door
-        # Half-precision KV of natural text only shrinks by a tenth, so compressing for memory costs more than it gains.
-        self._codecs: Mapping[str, Codec] = {
-            "kv": get_codec("paged_kvcache_v2", "none"),
-            "logits": get_codec("raw", "none"),
-        }
+        self._on_epoch = on_epoch
+        self._lifecycle = Lifecycle(
+            self.tiers,
+            interval_s=config.freshness_check_interval,
+            thresholds=config.thresholds,
+            on_epoch=self._on_newer_epoch,
+        )
+        self._supervisor: Supervisor | None = None
+        self._model: str | None = None
+        self._keys: dict[bytes, bytes | None] = {}
+        self._own_key = unit_key(config.hmac_key, None, config.namespace_secret)
+        self._known = KnownKeys(_KNOWN_KEYS, _KNOWN_S)
+        self._promoting_bytes = 0
+        self._memory_codec = get_codec("raw", "none")
+        self.decode_s_per_byte = 1e-9  # of stored bytes into checked units; measured as units are read
+
+    # Opening and closing
+
+    async def start(self, supervisor: Supervisor) -> None:
+        """Starts what writes behind and what looks after the tiers."""
+        self._supervisor = supervisor
+        for name, job in self.tiers.jobs():
+            supervisor.keep(name, job)
+        if self.tiers.tiers:
+            supervisor.keep("lifecycle", self._lifecycle.run)
+
+    async def use_model(self, model_state: bytes) -> None:
+        """Takes the epoch of a model from the tiers; to be called whenever another model is served."""
+        self._model = model_key(model_state)
+        if self.tiers.tiers:
+            self.epoch = await self._lifecycle.use_model(self._model)
+
+    async def warm(self, deadline_s: float = 5.0) -> dict[str, str]:
+        """Opens the connections and indexes of all outer tiers: name -> "ready" or why not. Never raises."""
+        return await self.tiers.warm(deadline_s)
+
+    async def drain(self) -> None:
+        """Waits until what is on the way to the outer tiers is written, at most `PoolConfig.drain_seconds`."""
+        await self.tiers.drain(self._config.drain_seconds)
+
+    async def aclose(self) -> None:
+        """Closes all tiers."""
+        await self.memory.aclose()
+        await self.tiers.aclose()
+
+    def add_namespace(self, root: bytes, namespace: str | None) -> None:
+        """Tells whose units start at a root, so that they are authenticated with that namespace's own key."""
+        self._keys[root] = unit_key(self._config.hmac_key, namespace, self._config.namespace_secret)
+
+    def _key(self, root: bytes) -> bytes | None:
+        return self._keys.get(root, self._own_key)
+
+    # Looking up
 
     @property
     def enabled(self) -> bool:
@@ -72,11 +149,12 @@ class RUPool:
         return self._enabled
 
     def contains(self, wanted: Wanted) -> bool:
-        """Whether the process-memory tier holds the unit, unchecked. Any thread; no I/O."""
-        return self.memory.contains(wanted.key)
+        """Whether the unit need not be stored again: memory has it, or an outer tier had it a moment ago. Any thread;
+        no I/O."""
+        return self.memory.contains(wanted.key) or (not self.memory.max_bytes and wanted.key in self._known)
 
     async def leading_run(self, wanted: Sequence[Wanted]) -> int:
-        """How many of the first units exist in some tier, unchecked."""
+        """How many of the first units process memory has, unchecked."""
         if not wanted:
             return 0
         try:
@@ -86,7 +164,8 @@ class RUPool:
             return 0
 
     async def fetch_run(self, wanted: Sequence[Wanted]) -> list[RecyclableUnit]:
-        """The verified units of the leading run: cut at the first miss or the first unit that fails a check."""
+        """The verified units of the leading run in process memory: cut at the first miss or the first unit that fails
+        a check."""
         if not wanted:
             return []
         try:
@@ -94,84 +173,271 @@ class RUPool:
         except Exception:  # noqa: BLE001 - as above
             self._note_failure("get_many")
             return []
-        pairs = []
-        for each, value in zip(wanted, values, strict=True):
-            if value is None:
-                break
-            pairs.append((each, value))
-        return await self._door.run(lambda: self._check_all(pairs)) if pairs else []
-
-    def _check_all(self, pairs: Sequence[tuple[Wanted, bytes]]) -> list[RecyclableUnit]:
-        units = []
-        for wanted, value in pairs:
-            try:
-                unit = unpack(value, expected=wanted.expected, hmac_key=self._hmac_key)
-            except Exception as error:  # noqa: BLE001 - bytes from a store may break anything that reads them
-                # A damaged unit is a miss for itself and all after it, and is not offered again.
-                _LOG.warning("dropped a unit: %s", error)
-                self.refused += 1
-                self.memory.delete(wanted.key)
-                break
-            if unit.epoch < self.epoch:
-                break  # read just before the pool was cleared
-            units.append(unit)
+        pairs = _leading(wanted, values)
+        if not pairs:
+            return []
+        for each, _ in pairs:
+            self.tiers.note_hit(each.key)
+        units, bad = await self._door.run(lambda: self._check_all(pairs, authenticate=False))
+        if bad is not None:
+            # A damaged unit is a miss for itself and all after it, and is not offered again.
+            self.refused += 1
+            self.memory.delete(bad.key)
         return units
+
+    async def locate(self, wanted: Sequence[Wanted]) -> list[Span]:
+        """Which outer tiers have the leading run, unchecked."""
+        if not wanted or not self.tiers.tiers:
+            return []
+        spans = await self.tiers.locate([each.key for each in wanted])
+        for span in spans:
+            self._known.add(each.key for each in wanted[span.first : span.first + span.count])
+        return spans
+
+    async def read(self, span: Span, wanted: Sequence[Wanted]) -> list[RecyclableUnit]:
+        """The verified units of a span that `locate` found, or of a part of it: cut at the first that is not there or
+        fails a check. `wanted` are those of the span."""
+        values = await self.tiers.read(span, [each.key for each in wanted])
+        return await self._take(span.tier, _leading(wanted, values))
+
+    async def fetch_any(self, wanted: Sequence[Wanted]) -> list[tuple[RecyclableUnit, str] | None]:
+        """Single units from any outer tier with its name, in order; None is a miss."""
+        found: list[tuple[RecyclableUnit, str] | None] = [None] * len(wanted)
+        if not wanted or not self.tiers.tiers:
+            return found
+        values = await self.tiers.get_many([each.key for each in wanted])
+        for index, (each, value) in enumerate(zip(wanted, values, strict=True)):
+            if value is not None:
+                tier, blob = value
+                units = await self._take(tier, [(each, blob)])
+                found[index] = (units[0], tier.name) if units else None
+        return found
+
+    async def _take(self, tier: Tier, pairs: Sequence[tuple[Wanted, bytes]]) -> list[RecyclableUnit]:
+        """Checks values from an outer tier, and keeps the good ones in memory."""
+        if not pairs:
+            return []
+        units, bad = await self._door.run(lambda: self._check_all(pairs, authenticate=True))
+        if bad is not None:
+            tier.note_refused(bad.key)
+            self._known.discard(bad.key)
+            await self.tiers.delete_many([bad.key])
+        self._promote(units)
+        return units
+
+    def _check_all(
+        self, pairs: Sequence[tuple[Wanted, bytes]], *, authenticate: bool
+    ) -> tuple[list[RecyclableUnit], Wanted | None]:
+        """The leading good units, and the one that failed a check, if one did. In a thread."""
+        units: list[RecyclableUnit] = []
+        begun, num_bytes = time.perf_counter(), 0
+        for wanted, value in pairs:
+            key = self._key(wanted.root) if authenticate else None
+            try:
+                unit = unpack(value, expected=wanted.expected, hmac_key=key)
+            except Exception as error:  # noqa: BLE001 - bytes from a store may break anything that reads them
+                _LOG.warning("dropped a unit: %s", error)
+                return units, wanted
+            if unit.epoch < self.epoch:
+                break  # written before the pool was cleared
+            units.append(unit)
+            num_bytes += len(value)
+        if authenticate and num_bytes > 2**16:
+            rate = (time.perf_counter() - begun) / num_bytes
+            self.decode_s_per_byte += (rate - self.decode_s_per_byte) / 8
+        return units, None
 
     def _note_failure(self, operation: str) -> None:
         _LOG.exception("%s of the memory tier failed", operation)
         self.refused += 1
 
-    def encode(self, unit: RecyclableUnit) -> tuple[str, bytes]:
-        """Key and stored form of a unit. Any thread."""
-        wanted = store_key(model_key(unit.model_state), unit.kind, unit.cf)
-        return wanted, pack(unit, self._codecs[unit.kind], hmac_key=self._hmac_key)
+    def _promote(self, units: Sequence[RecyclableUnit]) -> None:
+        """Keeps units from an outer tier in process memory, behind the request."""
+        self._note_siblings(units)
+        num_bytes = sum(len(unit.data) for unit in units)
+        if self._supervisor is None or not self.memory.max_bytes or not units:
+            return
+        if self._promoting_bytes + num_bytes > _MAX_PROMOTING_BYTES:
+            return
+        self._promoting_bytes += num_bytes
+        epoch = self.epoch
 
-    async def put_units(self, units: Sequence[RecyclableUnit], epoch: int) -> None:
+        async def keep() -> None:
+            try:
+                items = await self._door.run(lambda: [self.encode(unit) for unit in units])
+                if epoch == self.epoch:
+                    await self.memory.put_many(items)
+            finally:
+                self._promoting_bytes -= num_bytes
+
+        self._supervisor.spawn("promote", keep)
+
+    # Storing
+
+    def encode(self, unit: RecyclableUnit) -> tuple[str, bytes]:
+        """Key and stored form of a unit in process memory. Any thread."""
+        key = store_key(model_key(unit.model_state), unit.kind, unit.cf)
+        # Half-precision KV of natural text only shrinks by a sixth, so compressing for memory costs more than it gains.
+        return key, pack(unit, self._memory_codec)
+
+    async def put_units(self, units: Sequence[RecyclableUnit], epoch: int, root: bytes = b"") -> None:
         """Encodes and stores units, unless the pool was cleared since they were computed."""
-        await self.put_many(await self._door.run(lambda: [self.encode(unit) for unit in units]), epoch)
+        if self.memory.max_bytes:
+            await self.put_many(await self._door.run(lambda: [self.encode(unit) for unit in units]), epoch)
         if epoch == self.epoch:
-            for unit in units:
-                if unit.kind == "kv":
-                    self.siblings.add(unit.parent, unit.cf, unit.token_ids)
+            self._note_siblings(units)
+            self._offer(units, root)
 
     async def put_many(self, items: Sequence[tuple[str, bytes]], epoch: int) -> None:
-        """Stores encoded units, unless the pool was cleared since they were made."""
+        """Stores encoded units in process memory, unless the pool was cleared since they were made."""
         if epoch == self.epoch:
             await self.memory.put_many(items)
 
+    def _note_siblings(self, units: Sequence[RecyclableUnit]) -> None:
+        for unit in units:
+            if unit.kind == "kv":
+                self.siblings.add(unit.parent, unit.cf, unit.token_ids)
+
+    def _offer(self, units: Sequence[RecyclableUnit], root: bytes) -> None:
+        if not self.tiers.tiers:
+            return
+        pending = []
+        for unit in units:
+            key = store_key(model_key(unit.model_state), unit.kind, unit.cf)
+            if key not in self._known:
+                pending.append(Pending(key, len(unit.data), functools.partial(self._outer_form, unit, self._key(root))))
+        self._known.add(each.key for each in pending)
+        self.tiers.offer(pending)
+
+    def _outer_form(self, unit: RecyclableUnit, key: bytes | None, tier: Tier) -> bytes:
+        """The stored form of a unit in an outer tier. In a thread."""
+        return pack(unit, self._outer_codec(unit), hmac_key=key)
+
+    def _outer_codec(self, unit: RecyclableUnit) -> Codec:
+        if unit.kind != "kv":
+            return get_codec("raw", "none")
+        return get_codec("paged_kvcache_v2", "none" if self._config.codec in ("none", "auto") else self._config.codec)
+
+    # Managing
+
     async def get_rus_by_cf(self, cf: bytes | str) -> list[RecyclableUnit]:
-        """All units whose fingerprint is `cf`, of any kind and model; for people and tools, not for attaching.
+        """All units whose fingerprint is `cf`, of any kind, in process memory of any model and in the outer tiers of
+        the model in use; for people and tools, not for attaching.
 
         Raises:
             InvalidRequestError: `cf` is neither 32 bytes nor 64 hexadecimal digits.
         """
         digits = cf.lower() if isinstance(cf, str) else cf.hex()
-        if len(digits) != 2 * FINGERPRINT_BYTES:
+        if len(digits) != 2 * FINGERPRINT_BYTES or not set(digits) <= set("0123456789abcdef"):
             raise InvalidRequestError(f"the fingerprint {digits!r} has {len(digits)} digits; give 64, or 32 bytes")
-        found = []
+        found: dict[str, RecyclableUnit] = {}
         for key in self.memory.keys():  # noqa: SIM118 - a method of the store, not a mapping
             if key.endswith(digits):
-                value = (await self.memory.get_many([key]))[0]
-                if value is not None:
-                    try:
-                        found.append(inspect(value, hmac_key=self._hmac_key))
-                    except FormatError:
-                        self.refused += 1
-        return found
+                self._inspect_into(found, key, (await self.memory.get_many([key]))[0])
+        if self._model is not None and self.tiers.tiers:
+            keys = [store_key(self._model, kind, bytes.fromhex(digits)) for kind in _OUTER_KINDS]
+            keys = [key for key in keys if key not in found]
+            for key, value in zip(keys, await self.tiers.get_many(keys), strict=True):
+                self._inspect_into(found, key, None if value is None else value[1])
+        return list(found.values())
+
+    def _inspect_into(self, found: dict[str, RecyclableUnit], key: str, value: bytes | None) -> None:
+        if value is None:
+            return
+        try:
+            unit = inspect(value)
+        except FormatError:
+            self.refused += 1
+            return
+        if unit.epoch >= self.epoch:
+            found[key] = unit
+
+    def forget(self) -> int:
+        """Forgets everything at once: from now on nothing old is given out, and what is on its way to a tier becomes
+        void. Returns how many units process memory held. `spread_epoch` makes it last and true for other processes."""
+        return self._advance(self.epoch + 1)
+
+    async def spread_epoch(self) -> dict[str, int]:
+        """Tells every tier and, through them, every other process that older units are void, and deletes those.
+
+        Returns:
+            Per outer tier, how many units were deleted. A tier that can't be reached is told at the next checks.
+        """
+        if not self.tiers.tiers:
+            return {}
+        return await self._lifecycle.raise_epoch(self.epoch)
 
     async def clear(self) -> dict[str, int]:
-        """Drops everything in every tier; returns how many units each held. Pending writes become void."""
-        self.epoch += 1
+        """`forget` and `spread_epoch`; returns how many units each tier held."""
+        return {"memory": self.forget(), **await self.spread_epoch()}
+
+    def _advance(self, epoch: int) -> int:
+        self.epoch = epoch
         self.siblings.clear()
-        return {"memory": self.memory.clear()}
+        self._known.clear()
+        self.tiers.void()
+        return self.memory.clear()
+
+    def _on_newer_epoch(self, epoch: int) -> None:
+        """Another process invalidated this model's units."""
+        if epoch > self.epoch:
+            self._advance(epoch)
+            if self._on_epoch is not None:
+                self._on_epoch()
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """Per tier: hits, misses, bytes, items, evictions, dropped, limit. No I/O."""
+        """Per tier: hits, misses, bytes, items, evictions, dropped and more. No I/O."""
         counters = self.memory.counters()
-        return {
-            "memory": {**dataclasses.asdict(counters), "limit_bytes": self.memory.max_bytes, "refused": self.refused}
-        }
+        memory = {**dataclasses.asdict(counters), "limit_bytes": self.memory.max_bytes, "refused": self.refused}
+        return {"memory": memory, **self.tiers.stats()}
 
-    async def aclose(self) -> None:
-        """Closes all tiers."""
-        await self.memory.aclose()
+    async def warm_hot_set(self, max_bytes: int | None = None, deadline_s: float = 30.0) -> int:
+        """Brings the most recently used units of the fastest shared tier into process memory, before requests need
+        them.
+
+        Args:
+            max_bytes: most bytes to bring; None means half of what memory may hold, at most 256 MiB.
+            deadline_s: seconds after which it ends with what is there.
+
+        Returns:
+            How many units came. Units of other models, and those another namespace's key authenticates, stay away.
+        """
+        tier = next((tier for tier in self.tiers.tiers if tier.shared is not None), None)
+        if tier is None or tier.shared is None or self._model is None or not self.memory.max_bytes:
+            return 0
+        limit = min(self.memory.max_bytes // 2, 256 * 2**20) if max_bytes is None else max_bytes
+        count = 0
+        with anyio.move_on_after(deadline_s), contextlib.suppress(StoreError):
+            keys = await most_recent(tier.shared, self._model, limit)
+            for start in range(0, len(keys), _WARM_BATCH):
+                batch = keys[start : start + _WARM_BATCH]
+                values = await tier.get_many(batch)
+                epoch = self.epoch
+                items = await self._door.run(functools.partial(self._memory_forms, batch, values))
+                await self.put_many(items, epoch)
+                count += len(items)
+        return count
+
+    def _memory_forms(self, keys: Sequence[str], values: Sequence[bytes | None]) -> list[tuple[str, bytes]]:
+        """What of some outer values may go to memory, in the form it has there. In a thread."""
+        items = []
+        for key, value in zip(keys, values, strict=True):
+            if value is None:
+                continue
+            try:
+                unit = inspect(value, hmac_key=self._own_key)
+                form = self.encode(unit)
+            except FormatError:
+                continue
+            if form[0] == key and unit.epoch >= self.epoch:
+                items.append(form)
+        return items
+
+
+def _leading(wanted: Sequence[Wanted], values: Sequence[bytes | None]) -> list[tuple[Wanted, bytes]]:
+    pairs = []
+    for each, value in zip(wanted, values, strict=True):
+        if value is None:
+            break
+        pairs.append((each, value))
+    return pairs

@@ -1,24 +1,24 @@
-"""`check_store` proves a store, `FaultyStore` breaks one on schedule."""
+"""`check_store` proves a store."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Literal
+from typing import TypeVar
 
 import anyio
 import anyio.lowlevel
 
-from kitelib.abc import Store, StoreStats
-from kitelib.errors import StoreError
+from kitelib.abc import Store
 
-__all__ = ["Fault", "FaultyStore", "Operation", "check_store", "fault_every"]
+__all__ = ["check_store", "opened", "require", "unit_key"]
 
+S = TypeVar("S", bound=Store)
 MakeStore = Callable[[], Awaitable[Store] | Store]
-Operation = Literal["get_many", "put_many", "leading_run", "delete_many", "stats"]
-FaultKind = Literal["fail", "delay", "lose", "corrupt", "truncate", "swap"]
+
+_LARGE_BYTES = 4 * 2**20
 
 
 async def check_store(make_store: MakeStore) -> None:
@@ -41,87 +41,96 @@ async def check_store(make_store: MakeStore) -> None:
         _replacing_is_atomic,
         _concurrent_calls_keep_their_answers,
         _stats_move,
+        _sizes_from_one_byte_up_are_kept,
+        _a_thousand_keys_keep_their_places,
+        _every_part_of_a_key_counts,
+        _deleting_while_reading_tears_nothing,
     ):
-        async with _opened(make_store) as store:
+        async with opened(make_store) as store:
             await promise(store)
+            require((await store.stats()).errors == 0, "errors must stay 0 while nothing fails")
+    async with opened(make_store) as store:
+        await _cancelled_calls_break_nothing(store)
     await _closing_twice_is_fine(make_store)
 
 
 async def _misses_are_none(store: Store) -> None:
-    _require(await store.get_many([_key(0), _key(1)]) == [None, None], "an empty store must answer None for every key")
-    await store.put_many([(_key(0), b"value")])
-    found = await store.get_many([_key(1), _key(0), _key(2)])
-    _require(found == [None, b"value", None], "misses must stay in the answer as None, at their key's position")
+    require(
+        await store.get_many([unit_key(0), unit_key(1)]) == [None, None],
+        "an empty store must answer None for every key",
+    )
+    await store.put_many([(unit_key(0), b"value")])
+    found = await store.get_many([unit_key(1), unit_key(0), unit_key(2)])
+    require(found == [None, b"value", None], "misses must stay in the answer as None, at their key's position")
 
 
 async def _order_and_duplicates_are_kept(store: Store) -> None:
-    await store.put_many([(_key(index), b"%d" % index) for index in range(20)])
+    await store.put_many([(unit_key(index), b"%d" % index) for index in range(20)])
     wanted = [7, 3, 3, 19, 0, 3]
-    found = await store.get_many([_key(index) for index in wanted])
-    _require(
-        found == [b"%d" % index for index in wanted], "values must come in the order of the keys, repeats included"
-    )
+    found = await store.get_many([unit_key(index) for index in wanted])
+    require(found == [b"%d" % index for index in wanted], "values must come in the order of the keys, repeats included")
 
 
 async def _values_are_binary(store: Store) -> None:
     values = [b"", b"\0", b"\r\n\x1a\x00", bytes(range(256)) * 3, b"\xff" * 100_003]
-    await store.put_many([(_key(index), value) for index, value in enumerate(values)])
-    found = await store.get_many([_key(index) for index in range(len(values))])
-    _require(found == values, "values must come back byte for byte, the empty one too")
-    _require(all(type(value) is bytes for value in found), "values must be bytes")
+    await store.put_many([(unit_key(index), value) for index, value in enumerate(values)])
+    found = await store.get_many([unit_key(index) for index in range(len(values))])
+    require(found == values, "values must come back byte for byte, the empty one too")
+    require(all(type(value) is bytes for value in found), "values must be bytes")
 
 
 async def _put_replaces(store: Store) -> None:
-    await store.put_many([(_key(0), b"old" * 100)])
-    await store.put_many([(_key(0), b"new")])
-    _require(await store.get_many([_key(0)]) == [b"new"], "put_many must replace what a key held")
-    _require((await store.stats()).items == 1, "replacing must not count as another item")
-    await store.put_many([(_key(1), b"first"), (_key(1), b"second")])
-    _require(await store.get_many([_key(1)]) == [b"second"], "of two items with one key, the later must win")
+    await store.put_many([(unit_key(0), b"old" * 100)])
+    await store.put_many([(unit_key(0), b"new")])
+    require(await store.get_many([unit_key(0)]) == [b"new"], "put_many must replace what a key held")
+    require((await store.stats()).items == 1, "replacing must not count as another item")
+    await store.put_many([(unit_key(1), b"first"), (unit_key(1), b"second")])
+    require(await store.get_many([unit_key(1)]) == [b"second"], "of two items with one key, the later must win")
 
 
 async def _empty_input_is_fine(store: Store) -> None:
     await store.put_many([])
-    _require(await store.get_many([]) == [], "get_many([]) must give []")
-    _require(await store.leading_run([]) == 0, "leading_run([]) must give 0")
-    _require(await store.delete_many([]) == 0, "delete_many([]) must give 0")
+    require(await store.get_many([]) == [], "get_many([]) must give []")
+    require(await store.leading_run([]) == 0, "leading_run([]) must give 0")
+    require(await store.delete_many([]) == 0, "delete_many([]) must give 0")
 
 
 async def _leading_run_stops_at_the_first_miss(store: Store) -> None:
-    await store.put_many([(_key(index), b"x") for index in (0, 1, 3)])
-    keys = [_key(index) for index in range(4)]
-    _require(await store.leading_run(keys) == 2, "leading_run must stop at the first key that is not there")
-    _require(await store.leading_run(keys[:2]) == 2, "leading_run must count all keys when all are there")
-    _require(await store.leading_run(keys[2:]) == 0, "leading_run must give 0 when the first key is not there")
+    await store.put_many([(unit_key(index), b"x") for index in (0, 1, 3)])
+    keys = [unit_key(index) for index in range(4)]
+    require(await store.leading_run(keys) == 2, "leading_run must stop at the first key that is not there")
+    require(await store.leading_run(keys[:2]) == 2, "leading_run must count all keys when all are there")
+    require(await store.leading_run(keys[2:]) == 0, "leading_run must give 0 when the first key is not there")
 
 
 async def _delete_counts(store: Store) -> None:
-    await store.put_many([(_key(index), b"x") for index in range(3)])
-    deleted = await store.delete_many([_key(0), _key(9), _key(2)])
-    _require(deleted == 2, "delete_many must count only the keys that existed")
-    _require(
-        await store.get_many([_key(0), _key(1)]) == [None, b"x"], "delete_many must delete what it was given, only"
+    await store.put_many([(unit_key(index), b"x") for index in range(3)])
+    deleted = await store.delete_many([unit_key(0), unit_key(9), unit_key(2)])
+    require(deleted == 2, "delete_many must count only the keys that existed")
+    require(
+        await store.get_many([unit_key(0), unit_key(1)]) == [None, b"x"],
+        "delete_many must delete what it was given, only",
     )
-    _require(await store.delete_many([_key(0)]) == 0, "deleting a second time must count nothing")
-    _require(await store.leading_run([_key(2)]) == 0, "a deleted key must not exist any more")
+    require(await store.delete_many([unit_key(0)]) == 0, "deleting a second time must count nothing")
+    require(await store.leading_run([unit_key(2)]) == 0, "a deleted key must not exist any more")
 
 
 async def _replacing_is_atomic(store: Store) -> None:
     values = {bytes([letter]) * size for letter, size in ((65, 60_000), (66, 90_000), (67, 10))}
-    await store.put_many([(_key(0), min(values))])
+    await store.put_many([(unit_key(0), min(values))])
     torn: list[bytes | None] = []  # collected, since a raise in a task would come out wrapped in an exception group
     done = anyio.Event()
 
     async def write() -> None:
         for _ in range(10):
             for value in values:
-                await store.put_many([(_key(0), value)])
+                await store.put_many([(unit_key(0), value)])
                 await anyio.lowlevel.checkpoint()
         done.set()
 
     async def read() -> None:
         while not done.is_set():
-            (found,) = await store.get_many([_key(0)])
+            (found,) = await store.get_many([unit_key(0)])
             if found not in values:
                 torn.append(found)
             await anyio.lowlevel.checkpoint()
@@ -130,14 +139,14 @@ async def _replacing_is_atomic(store: Store) -> None:
         group.start_soon(read)
         group.start_soon(read)
         group.start_soon(write)
-    _require(not torn, "a reader must see a whole old or a whole new value while one is replaced")
+    require(not torn, "a reader must see a whole old or a whole new value while one is replaced")
 
 
 async def _concurrent_calls_keep_their_answers(store: Store) -> None:
     wrong: list[str] = []
 
     async def use(task: int) -> None:
-        keys = [_key(100 * task + index) for index in range(10)]
+        keys = [unit_key(100 * task + index) for index in range(10)]
         values = [b"%d/%d" % (task, index) * 50 for index in range(10)]
         for _ in range(5):
             await store.put_many(list(zip(keys, values, strict=True)))
@@ -148,32 +157,125 @@ async def _concurrent_calls_keep_their_answers(store: Store) -> None:
     async with anyio.create_task_group() as group:
         for task in range(8):
             group.start_soon(use, task)
-    _require(not wrong, "concurrent calls must not see each other's answers")
-    _require((await store.stats()).items == 0, "nothing must be left when every task deleted what it stored")
+    require(not wrong, "concurrent calls must not see each other's answers")
+    require((await store.stats()).items == 0, "nothing must be left when every task deleted what it stored")
 
 
 async def _stats_move(store: Store) -> None:
     before = await store.stats()
-    _require((before.items, before.bytes) == (0, 0), "an empty store must have no items and no bytes")
-    await store.put_many([(_key(0), b"x" * 5000), (_key(1), b"y" * 3000)])
-    await store.get_many([_key(0), _key(1), _key(0), _key(7)])
+    require((before.items, before.bytes) == (0, 0), "an empty store must have no items and no bytes")
+    await store.put_many([(unit_key(0), b"x" * 5000), (unit_key(1), b"y" * 3000)])
+    await store.get_many([unit_key(0), unit_key(1), unit_key(0), unit_key(7)])
     after = await store.stats()
-    _require(after.items == 2, "items must count the values that are there")
-    _require(after.bytes >= 8000, "bytes must count at least the bytes of the values")
-    _require(after.hits - before.hits == 3, "hits must count the keys that were found")
-    _require(after.misses - before.misses == 1, "misses must count the keys that were not found")
-    await store.delete_many([_key(0), _key(1)])
+    require(after.items == 2, "items must count the values that are there")
+    require(after.bytes >= 8000, "bytes must count at least the bytes of the values")
+    require(after.hits - before.hits == 3, "hits must count the keys that were found")
+    require(after.misses - before.misses == 1, "misses must count the keys that were not found")
+    await store.delete_many([unit_key(0), unit_key(1)])
     empty = await store.stats()
-    _require((empty.items, empty.bytes) == (0, 0), "after deleting everything, items and bytes must be 0")
+    require((empty.items, empty.bytes) == (0, 0), "after deleting everything, items and bytes must be 0")
+
+
+async def _sizes_from_one_byte_up_are_kept(store: Store) -> None:
+    large = random.Random(1).randbytes(_LARGE_BYTES)  # noqa: S311 - no secret
+    await store.put_many([(unit_key(0), large), (unit_key(1), b"1")])
+    found = await store.get_many([unit_key(1), unit_key(0)])
+    require(found == [b"1", large], "a value of 4 MiB and one of one byte must come back byte for byte")
+    await store.put_many([(unit_key(0), b"2")])
+    require(await store.get_many([unit_key(0)]) == [b"2"], "one byte must replace 4 MiB, and nothing of them may stay")
+    require((await store.stats()).bytes < _LARGE_BYTES, "bytes must go down when a small value replaces a large one")
+
+
+async def _a_thousand_keys_keep_their_places(store: Store) -> None:
+    values = {unit_key(index): b"%d" % index * 20 for index in range(200)}
+    await store.put_many(list(values.items()))
+    wanted = [unit_key(index * 7 % 400) for index in range(1000)]  # half of them are not there, all come repeatedly
+    found = await store.get_many(wanted)
+    require(found == [values.get(key) for key in wanted], "get_many must answer 1000 keys in their order")
+    require(await store.leading_run([*values, unit_key(300)]) == 200, "leading_run must count 200 keys, and then stop")
+    require(await store.delete_many(list(values)) == 200, "delete_many must delete 200 keys at once")
+    require(await store.leading_run(list(values)) == 0, "nothing must be left of 200 keys that were deleted")
+
+
+async def _every_part_of_a_key_counts(store: Store) -> None:
+    key = unit_key(5)
+    others = [
+        key.replace(":kv:", ":logits:"),
+        key.replace(":0123456789abcdef:", ":0123456789abcdee:"),
+        key[:-1] + ("0" if key[-1] != "0" else "1"),
+    ]
+    await store.put_many([(key, b"kv")])
+    require(await store.get_many(others) == [None] * 3, "a key that differs in kind, model or fingerprint is another")
+    await store.put_many([(other, b"%d" % index) for index, other in enumerate(others)])
+    found = await store.get_many([key, *others])
+    require(found == [b"kv", b"0", b"1", b"2"], "keys that differ in kind, model or fingerprint must not share a value")
+    require(
+        await store.delete_many(others) == 3, "keys that differ in kind, model or fingerprint are deleted one by one"
+    )
+    require(await store.get_many([key]) == [b"kv"], "deleting a key must not touch one that resembles it")
+
+
+async def _deleting_while_reading_tears_nothing(store: Store) -> None:
+    value = bytes(range(256)) * 400
+    torn: list[int] = []
+    done = anyio.Event()
+
+    async def come_and_go() -> None:
+        for _ in range(15):
+            await store.put_many([(unit_key(0), value)])
+            await anyio.lowlevel.checkpoint()
+            await store.delete_many([unit_key(0)])
+        done.set()
+
+    async def read() -> None:
+        while not done.is_set():
+            torn.extend(len(found) for found in await store.get_many([unit_key(0)]) if found not in (None, value))
+            await anyio.lowlevel.checkpoint()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(read)
+        group.start_soon(read)
+        group.start_soon(come_and_go)
+    require(not torn, "a reader must see a whole value or none while it is deleted")
+
+
+async def _cancelled_calls_break_nothing(store: Store) -> None:
+    dice = random.Random(2)  # noqa: S311 - no secret
+    values = {unit_key(index): b"%d;" % index * 3000 for index in range(12)}
+    items = list(values.items())
+    wrong: list[str] = []
+
+    async def use(patience_s: float, start: int) -> None:
+        keys = [key for key, _ in items[start:] + items[:start]]
+        with anyio.move_on_after(patience_s):
+            await store.put_many([(key, values[key]) for key in keys])
+            await store.leading_run(keys)
+            found = await store.get_many(keys)
+            wrong.extend(key for key, value in zip(keys, found, strict=True) if value not in (None, values[key]))
+            await store.delete_many(keys[:4])
+
+    for _ in range(5):
+        async with anyio.create_task_group() as group:
+            for start in range(8):
+                group.start_soon(use, dice.expovariate(50.0), start)
+    require(not wrong, "a call must get the value of its own key, also when others are cancelled around it")
+    found = await store.get_many(list(values))
+    right = [value in (None, expected) for value, expected in zip(found, values.values(), strict=True)]
+    require(all(right), "after cancelled calls, every key must have its whole value or none")
+    await store.put_many(items)
+    require(await store.get_many(list(values)) == list(values.values()), "a store must work on after cancelled calls")
+    require(await store.delete_many(list(values)) == len(values), "a store must delete after cancelled calls")
+    require((await store.stats()).items == 0, "cancelled calls must leave nothing behind that still counts")
 
 
 async def _closing_twice_is_fine(make_store: MakeStore) -> None:
-    async with _opened(make_store) as store:
+    async with opened(make_store) as store:
         await store.aclose()
 
 
 @asynccontextmanager
-async def _opened(make_store: MakeStore) -> AsyncIterator[Store]:
+async def opened(make_store: Callable[[], Awaitable[S] | S]) -> AsyncIterator[S]:
+    """A store for the length of a block; closed at the end."""
     made = make_store()
     store = await made if inspect.isawaitable(made) else made
     try:
@@ -182,118 +284,13 @@ async def _opened(make_store: MakeStore) -> AsyncIterator[Store]:
         await store.aclose()
 
 
-def _key(number: int) -> str:
+def unit_key(number: int) -> str:
     """A key as `kitelib.fingerprint.store_key` builds them; distinct for distinct numbers, spread over slots."""
     cf = f"{number * 40503 % 65536:04x}{number:060x}"
     return f"kite:{{{cf[:4]}}}:0123456789abcdef:kv:{cf}"
 
 
-def _require(good: bool, promise: str) -> None:
+def require(good: bool, promise: str) -> None:
+    """Raises AssertionError with the promise, unless it is kept."""
     if not good:
         raise AssertionError(promise)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fault:
-    """One thing that goes wrong.
-
-    Attributes:
-        kind: "fail" raises `StoreError`; "delay" waits, then works; "lose" finds or stores nothing, silently;
-            "corrupt" flips a bit in every value, "truncate" cuts every value in half, "swap" exchanges the values of
-            neighbouring keys: on the way out of `get_many`, on the way in of `put_many`.
-        delay_s: seconds that "delay" waits.
-    """
-
-    kind: FaultKind
-    delay_s: float = 0.0
-
-
-Schedule = Callable[[Operation, int], Fault | None]
-
-
-def fault_every(n: int, fault: Fault, *operations: Operation) -> Schedule:
-    """A schedule that strikes every n-th call of the given operations (of each, if none is given)."""
-
-    def schedule(operation: Operation, call: int) -> Fault | None:
-        return fault if call % n == n - 1 and (not operations or operation in operations) else None
-
-    return schedule
-
-
-class FaultyStore:
-    """A `Store` that passes everything on to another and goes wrong on schedule.
-
-    Args:
-        inner: the store that does the work.
-        schedule: called with the operation and how many calls of it came before; gives the fault, or None.
-
-    Attributes:
-        faults: how many calls went wrong so far.
-    """
-
-    def __init__(self, inner: Store, schedule: Schedule) -> None:
-        self.inner = inner
-        self.faults = 0
-        self._schedule = schedule
-        self._calls: dict[Operation, int] = {}
-
-    async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Values of the inner store, or what the fault makes of them."""
-        fault = await self._strike("get_many")
-        if fault == "lose":
-            return [None] * len(keys)
-        found = await self.inner.get_many(keys)
-        spoilt = iter(_spoil([value for value in found if value is not None], fault))
-        return [None if value is None else next(spoilt) for value in found]
-
-    async def put_many(self, items: Sequence[tuple[str, bytes]]) -> None:
-        """Stores, or what the fault makes of it."""
-        fault = await self._strike("put_many")
-        if fault != "lose":
-            values = _spoil([value for _, value in items], fault)
-            await self.inner.put_many([(key, value) for (key, _), value in zip(items, values, strict=True)])
-
-    async def leading_run(self, keys: Sequence[str]) -> int:
-        """The inner store's answer; "lose" gives 0."""
-        return 0 if await self._strike("leading_run") == "lose" else await self.inner.leading_run(keys)
-
-    async def delete_many(self, keys: Sequence[str]) -> int:
-        """The inner store's answer; "lose" deletes nothing."""
-        return 0 if await self._strike("delete_many") == "lose" else await self.inner.delete_many(keys)
-
-    async def stats(self) -> StoreStats:
-        """The inner store's counters."""
-        await self._strike("stats")
-        return await self.inner.stats()
-
-    async def aclose(self) -> None:
-        """Closes the inner store; never goes wrong."""
-        await self.inner.aclose()
-
-    async def _strike(self, operation: Operation) -> FaultKind | None:
-        call = self._calls.get(operation, 0)
-        self._calls[operation] = call + 1
-        fault = self._schedule(operation, call)
-        if fault is None:
-            return None
-        self.faults += 1
-        if fault.kind == "fail":
-            raise StoreError(f"call {call} of {operation} fails on schedule")
-        if fault.kind == "delay":
-            await anyio.sleep(fault.delay_s)
-        return fault.kind
-
-
-def _spoil(values: list[bytes], fault: FaultKind | None) -> list[bytes]:
-    if fault == "corrupt":
-        return [_flip_bit(value) for value in values]
-    if fault == "truncate":
-        return [value[: len(value) // 2] for value in values]
-    if fault == "swap":
-        return values[1:] + values[:1]
-    return values
-
-
-def _flip_bit(value: bytes) -> bytes:
-    middle = len(value) // 2
-    return value[:middle] + bytes(byte ^ 0x10 for byte in value[middle : middle + 1]) + value[middle + 1 :]

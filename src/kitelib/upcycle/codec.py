@@ -1,139 +1,35 @@
-"""Codecs: the data of a recyclable unit <-> the bytes that are stored. Lossless; byte for byte in docs/format.md.
+"""Codecs: the data of a recyclable unit <-> the bytes that are stored. Byte for byte in docs/format.md.
 
-================================ =====================================================================
-stored name                      stored bytes
-================================ =====================================================================
-``raw/none``                     the data as it is
-``raw/zstd``                     one plane, compressed if that pays
-``paged_kvcache_v2/none``        the data as it is
-``paged_kvcache_v2/zstd``        one plane per byte of the element, each compressed if that pays
-================================ =====================================================================
+================================ ========= =========================================================================
+stored name                      lossless  stored bytes
+================================ ========= =========================================================================
+``raw/none``                     yes       the data as it is
+``raw/zstd``                     yes       one plane, compressed if that pays
+``paged_kvcache_v2/none``        yes       the data as it is
+``paged_kvcache_v2/zstd``        yes       one plane per byte of the element, each compressed if that pays
+``paged_kvcache_v2/entropy``     yes       16-bit floats under a model of KV (`kitelib.upcycle.entropy`)
+``int8_kv/none``                 no        8-bit integers and scales (`kitelib.upcycle.int8`)
+``int8_kv/zstd``                 no        the same, compressed if that pays
+``fp16_quant/none``              no        float32 as float16 (`kitelib.upcycle.halves`)
+``fp16_quant/zstd``              no        the same, one plane per byte, each compressed if that pays
+================================ ========= =========================================================================
 
-Splitting floats into byte planes puts sign and exponent, which repeat, apart from the mantissa, which is close to
-noise: together they hardly compress, apart the first does (Collet and Kucherawy, RFC 8878, for zstd itself).
+A lossy codec is never chosen for anybody: whoever names it asks for it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import struct
-import threading
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
-
-import numpy as np
-import numpy.typing as npt
-import zstandard
 
 from kitelib.abc import Codec
 from kitelib.errors import ConfigError, FormatError
+from kitelib.upcycle.entropy import EntropyCodec
+from kitelib.upcycle.halves import HalvesCodec
+from kitelib.upcycle.int8 import Int8Codec
+from kitelib.upcycle.planes import ITEM_BYTES, PlainCodec, PlaneCodec
 
-__all__ = ["ITEM_BYTES", "PlainCodec", "PlaneCodec", "codec_named", "get_codec"]
-
-Bytes = npt.NDArray[np.uint8]
-
-ITEM_BYTES: Final[Mapping[str, int]] = MappingProxyType(
-    {
-        "bfloat16": 2,
-        "float16": 2,
-        "float32": 4,
-        "float64": 8,
-        "float8_e4m3fn": 1,
-        "float8_e5m2": 1,
-        "int16": 2,
-        "int32": 4,
-        "int64": 8,
-        "int8": 1,
-        "uint16": 2,
-        "uint32": 4,
-        "uint64": 8,
-        "uint8": 1,
-    }
-)
-"""Bytes of one element of each element type that a unit may hold. Quantized blocks are "uint8"."""
-
-_LEVEL: Final = 1  # the exponent plane gains nothing from higher levels but costs several times as much
-_WORTH: Final = 0.95  # a plane is stored compressed only if that saves at least 5 %
-_SMALL_WINDOW: Final = 2**20  # bytes; what any zstd frame may ask for
-_PLANES_HEAD: Final = struct.Struct("<B7x")  # number of planes
-_PLANE_HEAD: Final = struct.Struct("<B7xQ")  # method, stored bytes
-_STORED: Final = 0
-_ZSTD: Final = 1
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlainCodec:
-    """Stores the data as it is; decoding gives a view of the stored bytes, without a copy."""
-
-    name: str
-
-    def encode(self, data: Bytes, dtype: str, shape: tuple[int, ...]) -> bytes | memoryview:  # noqa: ARG002 - the contract's
-        """A view of the data."""
-        return data.data
-
-    def decode(self, blob: bytes | memoryview, num_bytes: int, dtype: str, shape: tuple[int, ...]) -> Bytes:  # noqa: ARG002 - the contract's
-        """A read-only view of the stored bytes."""
-        if len(blob) != num_bytes:
-            raise FormatError(f"{len(blob)} bytes are stored where {num_bytes} are needed")
-        return _read_only(np.frombuffer(blob, np.uint8))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlaneCodec:
-    """Splits elements into byte planes if `split`, and compresses each plane that gets at least 5 % smaller."""
-
-    name: str
-    split: bool
-
-    def encode(self, data: Bytes, dtype: str, shape: tuple[int, ...]) -> bytes | memoryview:
-        """The plane table and the planes, byte 0 of the elements first."""
-        num_planes = self._num_planes(dtype, len(data))
-        heads, bodies = [], []
-        for index in range(num_planes):
-            plane = np.ascontiguousarray(data[index::num_planes])
-            body: bytes | memoryview = _contexts.compressor().compress(plane.data) if len(plane) else b""
-            method = _ZSTD
-            if len(body) >= _WORTH * len(plane):
-                method, body = _STORED, plane.data
-            heads.append((method, len(body)))
-            bodies.append(body)
-        return b"".join([_pack_table(heads), *bodies])
-
-    def decode(self, blob: bytes | memoryview, num_bytes: int, dtype: str, shape: tuple[int, ...]) -> Bytes:
-        """The data; read-only. Raises FormatError before it allocates anything for sizes that don't fit."""
-        view = memoryview(blob).cast("B")
-        num_planes = self._num_planes(dtype, num_bytes)
-        start = _PLANES_HEAD.size + num_planes * _PLANE_HEAD.size
-        if len(view) < start:
-            raise FormatError(f"{len(view)} bytes are too few for a table of {num_planes} planes")
-        heads = list(_PLANE_HEAD.iter_unpack(view[_PLANES_HEAD.size : start]))
-        if view[:start] != _pack_table(heads):
-            raise FormatError(f"the plane table does not describe {num_planes} planes")
-        ends = list(itertools.accumulate((size for _, size in heads), initial=start))
-        if ends[-1] != len(view):
-            raise FormatError("the planes do not fill the stored bytes exactly")
-        plane_bytes = num_bytes // num_planes
-        planes = [(method, view[a:b]) for (method, _), (a, b) in zip(heads, itertools.pairwise(ends), strict=True)]
-        for method, body in planes:
-            _check_plane(method, body, plane_bytes)
-        if num_planes == 1:
-            return _read_only(_decode_plane(*planes[0], plane_bytes))
-        data = np.empty(num_bytes, np.uint8)
-        for index, (method, body) in enumerate(planes):
-            data[index::num_planes] = _decode_plane(method, body, plane_bytes)
-        return _read_only(data)
-
-    def _num_planes(self, dtype: str, num_bytes: int) -> int:
-        try:
-            item_bytes = ITEM_BYTES[dtype]
-        except KeyError:
-            raise FormatError(f"the element type {dtype!r} is unknown; known: {', '.join(ITEM_BYTES)}") from None
-        if num_bytes % item_bytes:
-            raise FormatError(f"{num_bytes} bytes are not a whole number of {dtype} elements")
-        return item_bytes if self.split and "float" in dtype else 1
-
+__all__ = ["ITEM_BYTES", "codec_named", "get_codec", "is_lossless"]
 
 _CODECS: Final[Mapping[str, Codec]] = {
     codec.name: codec
@@ -142,8 +38,14 @@ _CODECS: Final[Mapping[str, Codec]] = {
         PlaneCodec("raw/zstd", split=False),
         PlainCodec("paged_kvcache_v2/none"),
         PlaneCodec("paged_kvcache_v2/zstd", split=True),
+        EntropyCodec("paged_kvcache_v2/entropy"),
+        Int8Codec("int8_kv/none", compress=False),
+        Int8Codec("int8_kv/zstd", compress=True),
+        HalvesCodec("fp16_quant/none", compress=False),
+        HalvesCodec("fp16_quant/zstd", compress=True),
     )
 }
+_LOSSY: Final = ("int8_kv", "fp16_quant")
 
 
 def get_codec(name: str, compression: str = "none") -> Codec:
@@ -171,60 +73,6 @@ def codec_named(stored_name: str) -> Codec:
     return codec
 
 
-def _pack_table(heads: list[tuple[int, int]]) -> bytes:
-    return _PLANES_HEAD.pack(len(heads)) + b"".join(_PLANE_HEAD.pack(method, size) for method, size in heads)
-
-
-def _check_plane(method: int, body: memoryview, num_bytes: int) -> None:
-    """Refuses a plane by what it says about itself, so that nothing is allocated for one that can't be right."""
-    if method == _STORED:
-        if len(body) != num_bytes:
-            raise FormatError(f"a plane has {len(body)} bytes where {num_bytes} are needed")
-        return
-    if method != _ZSTD:
-        raise FormatError(f"a plane is stored by the unknown method {method}")
-    try:
-        frame = zstandard.get_frame_parameters(body)
-    except zstandard.ZstdError as error:
-        raise FormatError(f"a compressed plane is damaged: {error}") from error
-    if frame.content_size != num_bytes or frame.dict_id:
-        raise FormatError(f"a compressed plane does not hold the {num_bytes} bytes that are needed")
-    if frame.window_size > max(num_bytes, _SMALL_WINDOW):
-        raise FormatError(f"a compressed plane asks for a window of {frame.window_size} bytes")
-
-
-def _decode_plane(method: int, body: memoryview, num_bytes: int) -> Bytes:
-    if method == _STORED:
-        return np.frombuffer(body, np.uint8)
-    try:
-        plain = _contexts.decompressor().decompress(body, max_output_size=num_bytes, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise FormatError(f"a compressed plane is damaged: {error}") from error
-    if len(plain) != num_bytes:
-        raise FormatError(f"a compressed plane gives {len(plain)} bytes where {num_bytes} are needed")
-    return np.frombuffer(plain, np.uint8)
-
-
-def _read_only(array: Bytes) -> Bytes:
-    array.flags.writeable = False
-    return array
-
-
-class _Contexts(threading.local):
-    """One zstd context per thread: they are costly to make and not safe to share."""
-
-    _compressor: zstandard.ZstdCompressor | None = None
-    _decompressor: zstandard.ZstdDecompressor | None = None
-
-    def compressor(self) -> zstandard.ZstdCompressor:
-        if self._compressor is None:
-            self._compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False, write_content_size=True)
-        return self._compressor
-
-    def decompressor(self) -> zstandard.ZstdDecompressor:
-        if self._decompressor is None:
-            self._decompressor = zstandard.ZstdDecompressor()
-        return self._decompressor
-
-
-_contexts = _Contexts()
+def is_lossless(stored_name: str) -> bool:
+    """Whether decoding gives exactly the bytes that were encoded."""
+    return stored_name.partition("/")[0] not in _LOSSY

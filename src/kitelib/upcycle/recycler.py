@@ -30,7 +30,7 @@ class Recycler:
     def __init__(self, pool: RUPool, max_pending_bytes: int) -> None:
         self._pool = pool
         self._max_pending_bytes = max_pending_bytes
-        self._queue: collections.deque[tuple[int, int, list[RecyclableUnit]]] = collections.deque()
+        self._queue: collections.deque[tuple[int, bytes, int, list[RecyclableUnit]]] = collections.deque()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -53,9 +53,10 @@ class Recycler:
                 self.dropped += count
         return False
 
-    def submit(self, units: Sequence[RecyclableUnit], reserved_bytes: int, epoch: int) -> None:
-        """Takes units made under a reservation; returns at once. `epoch` is the pool's when they were computed."""
-        self._queue.append((epoch, reserved_bytes, list(units)))
+    def submit(self, units: Sequence[RecyclableUnit], reserved_bytes: int, epoch: int, root: bytes = b"") -> None:
+        """Takes units made under a reservation; returns at once. `epoch` is the pool's when they were computed, `root`
+        what their fingerprints start from."""
+        self._queue.append((epoch, root, reserved_bytes, list(units)))
         if self._closed:
             self._drop_all()
             return
@@ -69,9 +70,9 @@ class Recycler:
                 self._idle.set()
                 self._wake.clear()
                 await self._wake.wait()
-            epoch, reserved_bytes, units = self._queue.popleft()
+            epoch, root, reserved_bytes, units = self._queue.popleft()
             try:
-                await self._pool.put_units(units, epoch)
+                await self._pool.put_units(units, epoch, root)
                 self.registered += len(units)
             except Exception:  # noqa: BLE001 - the caller of the request must never see a failing store
                 self.dropped += len(units)
@@ -92,7 +93,7 @@ class Recycler:
 
     def _drop_all(self) -> None:
         while self._queue:
-            _, reserved_bytes, units = self._queue.popleft()
+            _, _, reserved_bytes, units = self._queue.popleft()
             self.dropped += len(units)
             with self._lock:
                 self.pending_bytes -= reserved_bytes

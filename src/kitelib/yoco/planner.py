@@ -1,15 +1,17 @@
 """What the pool has for a prompt.
 
 A prompt is looked up from its first block that is not in the engine's context on: full blocks up to the first miss,
-then what continues them in part, then the logits after the whole prompt. Nothing is attached here;
+then what continues them in part, then the logits after the whole prompt. Process memory is asked first; the outer tiers
+only for what it does not have, and only as long as that pays (`kitelib.yoco.search`). Nothing is attached here;
 the scheduler decides what of it still helps when the request is admitted.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
+import anyio
 import numpy as np
 import numpy.typing as npt
 
@@ -17,10 +19,15 @@ from kitelib.abc import BlockPayload, ModelInfo
 from kitelib.fingerprint import BlockChain, Fingerprint, TokenIds, end_fingerprint
 from kitelib.stores.pool import RUPool, Wanted
 from kitelib.upcycle.unit import Expectation, RecyclableUnit
+from kitelib.yoco.decision import patience
+from kitelib.yoco.search import Late, Search
 
-__all__ = ["EMPTY_PREFIX", "Planner", "PooledPrefix"]
+__all__ = ["EMPTY_PREFIX", "Planner", "PooledPrefix", "late_prefix"]
 
 LOGITS_LAYOUT = "kite.logits"
+MEMORY = "memory"
+
+Spawn = Callable[[str, Callable[[], Awaitable[None]]], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +40,10 @@ class PooledPrefix:
         tail: KV that follows the last payload (or block `first - 1`); None if none is stored.
         tail_tokens: how many of its first tokens are the prompt's.
         logits: float32 (vocab_size,), after the last token of the whole prompt; read-only. None if not stored.
+        sources: the tier of each payload.
+        tail_source, logits_source: the tiers of those; "" if there are none.
+        skipped: tiers, and how many blocks each has that are slower to load than to compute.
+        late: what is still on its way; None if nothing is.
     """
 
     first: int = 0
@@ -40,18 +51,45 @@ class PooledPrefix:
     tail: BlockPayload | None = None
     tail_tokens: int = 0
     logits: npt.NDArray[np.float32] | None = None
+    sources: tuple[str, ...] = ()
+    tail_source: str = ""
+    logits_source: str = ""
+    skipped: tuple[tuple[str, int], ...] = ()
+    late: Late | None = None
 
 
 EMPTY_PREFIX = PooledPrefix()
 
 
-class Planner:
-    """Looks prompts up in the pool. Used on the event loop; checks and copies run in threads."""
+def late_prefix(first: int, units: Sequence[tuple[RecyclableUnit, str]]) -> PooledPrefix:
+    """Blocks that came later, as a prefix."""
+    return PooledPrefix(first, tuple(_payload(unit) for unit, _ in units), sources=tuple(name for _, name in units))
 
-    def __init__(self, pool: RUPool, info: ModelInfo, layout: str) -> None:
+
+class Planner:
+    """Looks prompts up in the pool. Used on the event loop; checks and copies run in threads.
+
+    Args:
+        pool: the tiers.
+        info: the model.
+        layout: id of the layout that its blocks have.
+        speed: tokens per second that the model computes in a prompt, as far as is known.
+        spawn: runs a supervised task.
+    """
+
+    def __init__(
+        self,
+        pool: RUPool,
+        info: ModelInfo,
+        layout: str,
+        speed: Callable[[], float] | None = None,
+        spawn: Spawn | None = None,
+    ) -> None:
         self._pool = pool
         self._info = info
         self._layout = layout
+        self._speed = speed
+        self._spawn = spawn
 
     def expect_block(self, chain: BlockChain, index: int, token_ids: Sequence[int]) -> Expectation:
         """What the stored unit of full block `index` has to be."""
@@ -83,27 +121,74 @@ class Planner:
         if not self._pool.enabled or not self._info.reuse_blocks:
             return EMPTY_PREFIX
         blocks = [
-            Wanted.of(self.expect_block(chain, index, token_ids)) for index in range(first, len(chain.fingerprints))
+            Wanted.of(self.expect_block(chain, index, token_ids), chain.root)
+            for index in range(first, len(chain.fingerprints))
         ]
         run = await self._pool.leading_run(blocks)
         units = await self._pool.fetch_run(blocks[:run])
         tail, tail_tokens = await self._find_tail(chain, token_ids, first + len(units))
         found: list[RecyclableUnit] = []
         if logits:
-            wanted = Wanted.of(self.expect_logits(chain))
+            wanted = Wanted.of(self.expect_logits(chain), chain.root)
             found = await self._pool.fetch_run([wanted][: await self._pool.leading_run([wanted])])
-        return PooledPrefix(
+        prefix = PooledPrefix(
             first,
             tuple(_payload(unit) for unit in units),
             _payload(tail) if tail else None,
             tail_tokens,
             found[0].data.view(np.float32) if found else None,
+            (MEMORY,) * len(units),
+            MEMORY if tail else "",
+            MEMORY if found else "",
         )
+        if not self._pool.tiers.tiers or self._spawn is None:
+            return prefix
+        return await self._find_outside(chain, token_ids, prefix, blocks[len(units) :], logits=logits)
+
+    async def _find_outside(
+        self,
+        chain: BlockChain,
+        token_ids: Sequence[int],
+        prefix: PooledPrefix,
+        blocks: Sequence[Wanted],
+        *,
+        logits: bool,
+    ) -> PooledPrefix:
+        """Adds what the outer tiers have beyond `prefix`, of which `blocks` are the missing full blocks."""
+        size = self._info.block_tokens
+        start = prefix.first + len(prefix.payloads)
+        remaining = len(token_ids) - start * size - prefix.tail_tokens
+        wants_logits = logits and prefix.logits is None
+        if remaining <= 0 and not wants_logits:
+            return prefix
+        assert self._spawn is not None
+        assert self._speed is not None
+        compute_s = max(remaining, 1) / self._speed()
+        measured = all(tier.cost.measured for tier in self._pool.tiers.tiers)
+        extras = _Extras(self, chain, token_ids, start, wants_logits)
+        search = Search(
+            pool=self._pool,
+            blocks=blocks,
+            first=start,
+            block_bytes=self._info.block_bytes,
+            compute_block_s=size / self._speed(),
+            patience_s=patience(compute_s, measured=measured),
+            logits=extras.find_logits,
+            tail=extras.find_tail,
+        )
+        self._spawn("lookup", search.run)
+        try:
+            with anyio.move_on_after(search.patience_s):
+                await search.settled.wait()
+        except BaseException:
+            search.abandon()
+            raise
+        return extras.added_to(prefix, search, search.leave())
 
     async def _find_tail(
         self, chain: BlockChain, token_ids: Sequence[int], block: int
     ) -> tuple[RecyclableUnit | None, int]:
-        """A stored unit that goes on from `block` at least in part, and how many of its tokens are the prompt's.
+        """A unit in memory that goes on from `block` at least in part, and how many of its tokens are the prompt's.
 
         That is the tail of an earlier prompt or answer, or the block in which an earlier prompt took another way.
         """
@@ -114,22 +199,91 @@ class Planner:
         sibling = self._pool.siblings.best(parent, ids)
         if sibling is not None and sibling[2] > exact:
             cf, tokens, common = sibling
-            units = await self._pool.fetch_run([Wanted.of(self._kv(cf, tokens))])
+            units = await self._pool.fetch_run([Wanted.of(self._kv(cf, tokens), chain.root)])
             if units:
                 return units[0], common
-            self._pool.siblings.discard(parent, cf)
+            if not self._pool.tiers.tiers:
+                self._pool.siblings.discard(parent, cf)
         if exact:
-            units = await self._pool.fetch_run([Wanted.of(self.expect_tail(chain, block, ids[:exact]))])
+            units = await self._pool.fetch_run([Wanted.of(self.expect_tail(chain, block, ids[:exact]), chain.root)])
             if units:
                 return units[0], exact
         return None, 0
 
     async def _longest_tail(self, chain: BlockChain, block: int, ids: Sequence[int]) -> int:
-        """Tokens of the longest stored tail that `ids` starts with."""
+        """Tokens of the longest tail in memory that `ids` starts with."""
         for count in range(min(self._info.block_tokens - 1, len(ids)), 0, -1):
             if await self._pool.leading_run([Wanted.of(self.expect_tail(chain, block, ids[:count]))]):
                 return count
         return 0
+
+    async def fetch_any(self, wanted: Sequence[Wanted]) -> list[tuple[RecyclableUnit, str] | None]:
+        """Single units from any outer tier, with its name."""
+        return await self._pool.fetch_any(wanted)
+
+    async def tail_outside(
+        self, chain: BlockChain, token_ids: Sequence[int], block: int
+    ) -> tuple[RecyclableUnit, int, str] | None:
+        """As `_find_tail`, in the outer tiers, with the tier's name: one round trip for all that may be there."""
+        size = self._info.block_tokens
+        ids = token_ids[block * size : (block + 1) * size]
+        lengths = list(range(min(size - 1, len(ids)), 0, -1))
+        wanted = [Wanted.of(self.expect_tail(chain, block, ids[:count]), chain.root) for count in lengths]
+        parent = self.before(chain, block)
+        sibling = self._pool.siblings.best(parent, ids)
+        if sibling is not None:
+            wanted.append(Wanted.of(self._kv(sibling[0], sibling[1]), chain.root))
+            lengths.append(sibling[2])
+        units = await self.fetch_any(wanted)
+        if sibling is not None and units[-1] is None:
+            self._pool.siblings.discard(parent, sibling[0])
+        found = [(each[0], count, each[1]) for count, each in zip(lengths, units, strict=True) if each is not None]
+        return max(found, key=lambda entry: entry[1], default=None)
+
+
+class _Extras:
+    """What the outer tiers have beside full blocks: the logits, and the KV that follows the last block."""
+
+    def __init__(
+        self, planner: Planner, chain: BlockChain, token_ids: Sequence[int], start: int, wants_logits: bool
+    ) -> None:
+        self._planner = planner
+        self._chain = chain
+        self._token_ids = token_ids
+        self._start = start
+        self._wants_logits = wants_logits
+        self._logits: tuple[RecyclableUnit, str] | None = None
+        self._tail: tuple[int, RecyclableUnit, int, str] | None = None  # block it follows, unit, tokens, tier
+
+    async def find_logits(self) -> None:
+        """Looks for the logits after the whole prompt."""
+        if self._wants_logits:
+            wanted = Wanted.of(self._planner.expect_logits(self._chain), self._chain.root)
+            (self._logits,) = await self._planner.fetch_any([wanted])
+
+    async def find_tail(self, num_blocks: int) -> None:
+        """Looks for what follows the `num_blocks` blocks that were found."""
+        block = self._start + num_blocks
+        found = await self._planner.tail_outside(self._chain, self._token_ids, block)
+        if found is not None:
+            self._tail = (block, *found)
+
+    def added_to(self, prefix: PooledPrefix, search: Search, late: Late | None) -> PooledPrefix:
+        """The prefix with everything that is there by now."""
+        units = [unit for unit, _ in search.front]
+        changes: dict[str, object] = {"skipped": tuple(search.skipped.items()), "late": late}
+        if units:
+            changes["payloads"] = (*prefix.payloads, *map(_payload, units))
+            changes["sources"] = (*prefix.sources, *(name for _, name in search.front))
+            changes.update(tail=None, tail_tokens=0, tail_source="")
+        if self._tail is not None and self._tail[0] == self._start + len(units):
+            _, unit, count, source = self._tail
+            if units or count > prefix.tail_tokens:
+                changes.update(tail=_payload(unit), tail_tokens=count, tail_source=source)
+        if self._logits is not None:
+            unit, source = self._logits
+            changes.update(logits=unit.data.view(np.float32), logits_source=source)
+        return dataclasses.replace(prefix, **changes)  # type: ignore[arg-type]
 
 
 def _payload(unit: RecyclableUnit) -> BlockPayload:

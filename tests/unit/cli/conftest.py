@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kitelib.cli import main as cli
 from kitelib.engine.results import Choice, Generation, ReuseReport, Timing, Usage
 
 Kite = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -30,6 +32,26 @@ def kite() -> Kite:
         )
 
     return run
+
+
+@pytest.fixture
+def kite_pool(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., tuple[int, str, str]]:
+    """``kite_pool("stats", ...)``: `kite pool ...` in this process; gives exit code, standard output and error. The
+    user's cache folder is an empty one."""
+    monkeypatch.delenv("KITE_REDIS_URL", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def command(*arguments: Any) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            code = cli.main(["pool", *map(str, arguments)])
+        except SystemExit as error:  # argparse
+            code = int(error.code or 0)
+        return code, *capsys.readouterr()
+
+    return command
 
 
 @pytest.fixture(scope="session")

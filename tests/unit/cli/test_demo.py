@@ -5,7 +5,7 @@ from __future__ import annotations
 from kitelib.backends.llama_cpp.model import GGUFModel
 from kitelib.cli.bank import QUESTIONS, SYSTEM_PROMPT
 from kitelib.cli.demo import _QUICK, _TOGETHER
-from kitelib.cli.report import Row, comparison, totals
+from kitelib.cli.report import Row, comparison, from_earlier, totals
 
 
 def test_the_system_prompt_is_about_600_tokens(smollm2_path):
@@ -37,15 +37,15 @@ def test_quick_measures_one_request_of_each_kind():
 def test_the_table_has_a_line_per_request_and_fits_a_terminal(finished):
     rows = [
         Row(1, "How long is this question, which goes on and on?", finished(ttft_s=5.0), finished(ttft_s=5.0)),
-        Row(2, "Second?", finished(cached=640, ttft_s=0.05), finished(ttft_s=5.0)),
-        Row(3, "Third?", finished(cached=640, ttft_s=0.05), None),
+        Row(2, "Second?", finished(cached=640, ttft_s=0.05, tiers={"context": 640}), finished(ttft_s=5.0)),
+        Row(3, "Third?", finished(cached=640, ttft_s=0.05, tiers={"disk": 40, "context": 600, "memory": 0}), None),
     ]
     lines = comparison(rows).splitlines()
     assert all(len(line) <= 100 for line in lines)
     assert [line.split()[0] for line in lines[2:5]] == ["1", "2", "3"]
-    assert lines[2].split()[-1] == "1.0x"
-    assert lines[3].split()[-6:] == ["640", "50", "ms", "5.00", "s", "100x"]
-    assert lines[4].split()[-2:] == ["-", "-"]
+    assert lines[2].split()[-6:] == ["-", "5.00", "s", "5.00", "s", "1.0x"]
+    assert lines[3].split()[-7:] == ["640", "context", "50", "ms", "5.00", "s", "100x"]
+    assert lines[4].split()[-5:] == ["context+disk", "50", "ms", "-", "-"]
 
 
 def test_totals_count_what_was_saved(finished):
@@ -61,6 +61,14 @@ def test_totals_count_what_was_saved(finished):
     assert "with and without reuse: 2 of 2 (exactness: bitwise)" in text
 
 
+def test_what_outlived_its_process_is_told_apart(finished):
+    warm = finished(cached=640, tiers={"context": 100, "memory": 40, "disk": 480, "redis": 20, "s3": 0})
+    assert from_earlier(warm) == "480 from disk, 20 from redis"
+    assert from_earlier(finished(cached=640, tiers={"context": 640})) == ""
+    rows = [Row(1, "First?", warm, None), Row(2, "Second?", finished(cached=640, tiers={"context": 640}), None)]
+    assert "They came from: context 740, disk 480, memory 40, redis 20, s3 0." in totals(rows)
+
+
 def test_totals_admit_an_answer_that_differs(finished):
     rows = [
         Row(1, "First?", finished(tokens=(1, 2)), finished(tokens=(1, 2))),
@@ -74,14 +82,29 @@ def test_totals_without_a_comparison_claim_nothing(finished):
     assert "without reuse" not in text
 
 
-def test_the_demo_from_beginning_to_end(kite):
-    done = kite("demo", "--quick", "--threads", "1", "--max-tokens", "2")
+def rows_of(text):
+    return [line.split() for line in text.partition("factor\n")[2].splitlines()[1:13]]
+
+
+def test_the_demo_from_beginning_to_end_and_again_from_the_disk(kite, tmp_path):
+    """B21: what one process left on the disk, the next one starts from; the demo says so, in both runs."""
+    options = ("demo", "--quick", "--threads", "1", "--max-tokens", "2", "--disk", str(tmp_path / "pool"))
+    done = kite(*options)
     assert (done.returncode, done.stderr) == (0, "")
-    rows = [line.split() for line in done.stdout.partition("factor\n")[2].splitlines()[1:13]]
-    assert [int(row[0]) for row in rows] == list(range(1, 13))
+    assert [int(row[0]) for row in rows_of(done.stdout)] == list(range(1, 13))
     for question in QUESTIONS:
         assert f" {question}\n" in done.stdout
     assert "no model step before it" in done.stdout
     assert "no model step at all: 1." in done.stdout
     assert "3 of 3 (exactness: bitwise)" in done.stdout
     assert "Next:" in done.stdout
+    assert f"kite pool stats --disk {tmp_path / 'pool'}" in done.stdout
+    assert "from disk" not in done.stdout
+
+    again = kite(*options)
+    assert (again.returncode, again.stderr) == (0, "")
+    first = again.stdout.partition(QUESTIONS[0])[2].partition("[")[2].partition("]")[0]
+    assert "from disk" in first
+    assert "an earlier run left that" in again.stdout
+    assert "disk" in " ".join(rows_of(again.stdout)[0])
+    assert "3 of 3 (exactness: bitwise)" in again.stdout

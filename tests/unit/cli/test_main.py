@@ -34,7 +34,17 @@ def test_version(kite):
     assert (done.returncode, done.stdout) == (0, f"kite {kitelib.__version__}\n")
 
 
-@pytest.mark.parametrize("arguments", [[], ["run"], ["chat"], ["demo"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["run"],
+        ["chat"],
+        ["demo"],
+        ["pool"],
+        *(["pool", action] for action in ("stats", "ls", "get", "evict", "verify")),
+    ],
+)
 def test_help_has_examples_that_parse(kite, arguments):
     done = kite(*arguments, "--help")
     assert done.returncode == 0
@@ -98,6 +108,23 @@ def test_sampling_value_out_of_range(kite, option, value):
 @pytest.mark.parametrize(("option", "value"), [("--threads", "0"), ("--threads", "many"), ("--ctx", "-5")])
 def test_engine_value_out_of_range(kite, option, value):
     assert_mistake(kite("run", "smollm2", "Hello", f"{option}={value}"), option, repr(value), "at least 1")
+
+
+@pytest.mark.parametrize("command", [["run", "smollm2", "Hello"], ["chat", "smollm2"], ["demo"]])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--config", "no.yaml"], "there is no configuration file at 'no.yaml'"),
+        (["--config", "no.yaml", "--disk", "pool"], "--config names the tiers already; leave out --disk"),
+        (["--redis-url-file", "none"], "the file 'none' of --redis-url-file can't be read"),
+        (["--s3", "bucket"], "PoolConfig.s3"),
+    ],
+)
+def test_a_wrong_pool_is_refused_before_the_model_is_loaded(kite, command, options, words):
+    done = kite(*command, *options)
+    assert (done.returncode, "Loading the model" in done.stdout and "--s3" not in options) == (2, False)
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_raw_excludes_system(kite):

@@ -28,6 +28,19 @@ def test_prompt_from_standard_input_gives_the_same_answer(kite):
     assert read.stderr == ""
 
 
+def test_a_second_process_starts_from_what_the_first_left_on_the_disk(kite, tmp_path):
+    """B21: the same bits, without computing them again."""
+    config = tmp_path / "kite.yaml"
+    config.write_text(f"ru_pool: {{backend: disk, disk_path: {tmp_path / 'pool'}}}")
+    command = ("run", "smollm2", "Name a colour. " * 12, *QUICK, "--json-stats")
+    first = kite(*command, "--disk", str(tmp_path / "pool"))
+    second = kite(*command, "--config", str(config))
+    assert (first.returncode, second.returncode) == (0, 0), second.stderr
+    assert json.loads(first.stderr)["usage"]["cached_tokens"] == 0
+    assert json.loads(second.stderr)["reuse"]["tiers"]["disk"] > 0
+    assert second.stdout == first.stdout
+
+
 def test_raw_continues_the_text(kite):
     done = kite("run", "smollm2", "One, two, three, four,", "--raw", *QUICK)
     assert done.returncode == 0, done.stderr

@@ -37,6 +37,7 @@ _MOVE_COST_ROWS = 24
 # attention, 2.7 times as much without, beside 0.074 ns per weight and token). Idle tokens may slow a step by this
 # share before the pool becomes the better place.
 _FLASH_CELL_WEIGHTS, _PLAIN_CELL_WEIGHTS = 32, 86
+_PREFILL_WEIGHTS = 2e10  # weights that one thread multiplies with a token per second, roughly
 _IDLE_SHARE = 0.05
 _MIN_IDLE_FLASH, _MIN_IDLE_PLAIN = 768, 256
 
@@ -403,4 +404,5 @@ class _Loader:
             reuse_blocks=layout is not None,
             resident_idle_tokens=max(_MIN_IDLE_FLASH if setup.flash else _MIN_IDLE_PLAIN, idle),
             notes=tuple(self._notes),
+            prefill_guess=_PREFILL_WEIGHTS * self._threads / max(1, model.n_params),
         )
