@@ -1,7 +1,8 @@
 """Many customers at the same moment, all behind the same instructions, which are computed once.
 
 `preheat` reads the instructions before the first customer comes. Shows also what a server needs: a deadline per
-request, and an answer when the engine is overloaded.
+request, and an answer when the engine is overloaded. With `pool=PoolConfig(disk="folder")` the instructions would
+outlive the program: see restart.py.
 
 Run: python examples/support_bot.py [model.gguf]      (default: the small model of the extra `demo`)
 """

@@ -10,9 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from progress import say  # noqa: E402
-
-from kitelib.native.build import BuildError, build  # noqa: E402
+from kitelib.native.build import BuildError, build
+from progress import say
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ typedef struct {
 
 typedef struct {
     int (*highest)(const uint16_t *data, uint64_t count, int kind); /* exponent */
-    /* Adds up the levels, and the elements that have none. */
+    /* Adds the levels, and the number of elements that have none, to `sum` and `escapes`. */
     void (*measure)(const uint16_t *data, uint64_t count, int kind, int low, uint64_t *sum, uint64_t *escapes);
     /* Gives context * SYMBOLS + symbol of each element, and how many have no level. */
     uint32_t (*split_row)(const uint16_t *row, uint32_t width, int kind, int low, kv_state *state, kv_shifts shifts,

@@ -1,15 +1,16 @@
 /* Encoding: split every element into a symbol under a context and low bits, count, fit tables, code backwards. */
 #include "kv.h"
 
-/* Symbols that a table must serve before the next context gets its own. */
-enum { TABLE_COUNT = 512 };
+/* Symbols that a table must serve before the next context gets its own; one token in so many is looked at for the
+ * levels. */
+enum { TABLE_COUNT = 512, SAMPLE_EVERY = 4 };
 
 typedef struct {
     const kv_plan *plan;
     const kv_kernels *kernels;
     const uint16_t *data;
     int low;
-    uint32_t escapes;
+    uint64_t escapes, most_escapes;
     uint8_t *priors;                /* one per segment */
     uint8_t *escaped, *escaped_end; /* exponents that have no level, in coding order */
     uint16_t *indices;              /* context * SYMBOLS + symbol, in coding order */
@@ -54,39 +55,43 @@ static int fullest_window(const kv_plan *plan, const uint16_t *data) {
     return low;
 }
 
-static uint64_t set_priors(encoder *coder) {
+/* Sets the priors; returns whether more than a 256th of the sample has no level. */
+static int set_priors(encoder *coder) {
     const kv_plan *plan = coder->plan;
-    uint64_t count = plan->tokens * plan->channels, escapes = 0;
+    uint64_t count = (plan->tokens + SAMPLE_EVERY - 1) / SAMPLE_EVERY * plan->channels, escapes = 0;
     for (uint64_t segment = 0; segment < plan->segments; segment++) {
-        uint64_t sum, outside;
-        coder->kernels->measure(coder->data + segment * count, count, plan->kind, coder->low, &sum, &outside);
+        uint64_t sum = 0;
+        for (uint64_t token = 0; token < plan->tokens; token += SAMPLE_EVERY)
+            coder->kernels->measure(coder->data + (segment * plan->tokens + token) * plan->channels, plan->channels,
+                                    plan->kind, coder->low, &sum, &escapes);
         coder->priors[segment] = prior_of(sum, count);
-        escapes += outside;
     }
-    return escapes;
+    return escapes > plan->segments * count / 256;
 }
 
-/* Finds the levels' lowest exponent and the priors; returns 0 if too many elements have no level. */
-static int choose_levels(encoder *coder) {
+/* Finds the levels' lowest exponent and the priors. */
+static void choose_levels(encoder *coder) {
     const kv_plan *plan = coder->plan;
     int highest = coder->kernels->highest(coder->data, plan->elements, plan->kind);
     coder->low = highest < LEVELS - 1 ? 0 : highest - (LEVELS - 2);
-    uint64_t escapes = set_priors(coder);
-    if (escapes > plan->elements / 256) {
+    if (set_priors(coder)) {
         coder->low = fullest_window(plan, coder->data);
-        escapes = set_priors(coder);
+        set_priors(coder);
     }
-    coder->escapes = (uint32_t)escapes;
-    return escapes <= most_escapes(plan);
 }
 
-static void note_escapes(encoder *coder, const uint16_t *row, const uint16_t *indices, uint32_t width) {
+/* Returns 0 if there are too many. */
+static int note_escapes(encoder *coder, const uint16_t *row, const uint16_t *indices, uint32_t width, uint32_t number) {
+    if (number > coder->most_escapes - coder->escapes) return 0;
+    coder->escapes += number;
     for (uint32_t i = 0; i < width; i++)
         if (!(indices[i] >> 1 & (LEVELS - 1)))
             *coder->escaped_end++ = (uint8_t)((row[i] & 0x7fff) >> coder->plan->kind);
+    return 1;
 }
 
-static void split(encoder *coder) {
+/* Returns 0 if too many elements have no level. */
+static int split(encoder *coder) {
     const kv_plan *plan = coder->plan;
     kv_state state;
     uint64_t done = 0;
@@ -97,16 +102,17 @@ static void split(encoder *coder) {
                 state.level[i] = (int16_t)(2 * coder->priors[segment]);
                 state.sign[i] = 0;
             }
-            for (uint64_t token = 0; token < plan->tokens; token++) {
+            for (uint64_t token = 0; token < plan->tokens; token++, done += width) {
                 const uint16_t *row = coder->data + (segment * plan->tokens + token) * plan->channels + from;
                 kv_shifts shifts = kv_shifts_at(token, segment >= plan->segments / 2);
-                if (coder->kernels->split_row(row, width, plan->kind, coder->low, &state, shifts,
-                                              coder->indices + done))
-                    note_escapes(coder, row, coder->indices + done, width);
-                done += width;
+                uint16_t *indices = coder->indices + done;
+                uint32_t number =
+                    coder->kernels->split_row(row, width, plan->kind, coder->low, &state, shifts, indices);
+                if (number && !note_escapes(coder, row, indices, width, number)) return 0;
             }
         }
     }
+    return 1;
 }
 
 static void count(encoder *coder) {
@@ -230,7 +236,7 @@ static int64_t write_body(encoder *coder, uint8_t *body, uint64_t space) {
 
     memset(body, 0, HEAD_BYTES);
     body[0] = (uint8_t)coder->low;
-    kv_put32(body + 4, coder->escapes);
+    kv_put32(body + 4, (uint32_t)coder->escapes);
     kv_put32(body + 8, (uint32_t)(word_bytes / 2));
     kv_put64(body + 12, coder->starts);
     return at - body;
@@ -248,10 +254,11 @@ int64_t kite_kv_encode(const kite_kv_shape *shape, const uint16_t *data, uint8_t
     coder.counts = (uint32_t(*)[SYMBOLS])(void *)scratch;
     coder.codes = (uint32_t *)(void *)(scratch + CONTEXTS * SYMBOLS * 8);
     coder.indices = (uint16_t *)(void *)(scratch + CONTEXTS * SYMBOLS * 16);
-    if (!choose_levels(&coder)) return 0;
+    coder.most_escapes = most_escapes(&plan);
     /* The escaped exponents wait where the end of the words will be, and move before those are written. */
     coder.escaped = coder.escaped_end = body + HEAD_BYTES + plan.segments + CONTEXTS * MAX_TABLE_BYTES;
-    split(&coder);
+    choose_levels(&coder);
+    if (!split(&coder)) return 0;
     count(&coder);
     join_contexts(&coder);
     int64_t written = write_body(&coder, body, body_space);

@@ -90,7 +90,7 @@ class PoolConfig:
         thresholds: what hot, warm and cold mean.
         replica_reads: read from Redis replicas as well; a replica that lags is a miss. Default False.
         codec: how units are stored outside this process: "auto" (default) compresses where that is faster than
-            the tier it saves bytes for, "none", "zstd" or "entropy".
+            the tier it saves bytes for, "none", "zstd" or "entropy" (of 16-bit floats, so not with "int8" below).
         kv_precision: "exact" (default), or "int8": K and V are kept as 8-bit integers, which changes answers slightly,
             takes half the bytes, and never mixes with exact units.
         logits_codec: "raw" (default), or "fp16_quant": last-position logits are kept as float16, half the bytes. An
@@ -139,6 +139,8 @@ class PoolConfig:
         check_choice("PoolConfig.codec", self.codec, ["auto", "none", "zstd", "entropy"])
         check_choice("PoolConfig.kv_precision", self.kv_precision, ["exact", "int8"])
         check_choice("PoolConfig.logits_codec", self.logits_codec, ["raw", "fp16_quant"])
+        if self.kv_precision == "int8" and self.codec == "entropy":
+            raise ConfigError('PoolConfig.codec is "entropy", which 8-bit integers don\'t have; use "auto" with "int8"')
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

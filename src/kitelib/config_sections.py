@@ -24,7 +24,7 @@ __all__ = [
 _UNIT_TYPES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "kv_cache": {
         "paged_kvcache_v2": ("auto", "zstd", "entropy", "none"),
-        "int8_kv": ("auto", "zstd", "entropy", "none"),
+        "int8_kv": ("auto", "zstd", "none"),
     },
     "mlp_activation": {"raw": ("none",), "fp16_quant": ("none",)},
 }
@@ -48,8 +48,8 @@ class UnitTypeSection:
         serializer: for kv_cache "paged_kvcache_v2" (default, lossless) or "int8_kv" (8-bit integers: half the bytes,
             answers change slightly). For mlp_activation "raw" (default, lossless) or "fp16_quant" (half the bytes);
             an engine with ``numerics="bitwise"`` keeps them lossless whatever stands here.
-        compression: for kv_cache "auto" (default: compress where that is faster than the tier), "zstd", "entropy" or
-            "none"; for mlp_activation only "none", since compressing them gains nothing.
+        compression: for kv_cache "auto" (default: compress where that is faster than the tier), "zstd", "entropy" (not
+            for int8_kv) or "none"; for mlp_activation only "none", since there is one such unit per prompt.
     """
 
     name: str

@@ -60,7 +60,7 @@ def run(*, folder: Path | None = None, repeats: int = 15) -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "kernel": platform.release(),
-        "cat": subprocess.run(["cat", "--version"], capture_output=True, text=True).stdout.split("\n")[0],
+        "cat": subprocess.run(["cat", "--version"], check=True, capture_output=True, text=True).stdout.split("\n")[0],
     }
 
 
@@ -117,7 +117,9 @@ def main() -> None:
         print(f"reading, {name:20} {value:6.2f} GB/s")
     print(f"writing, {'store':20} {report['write_gb_per_s']:6.2f} GB/s")
     print(f"leading run of {RUN_VALUES}: {report['leading_run_ms']:.2f} ms")
-    print(f"store : cat              {report['store_to_cat']:.2f} (in runs of {RUN_VALUES}: {report['store_runs_to_cat']:.2f})")
+    print(
+        f"store : cat              {report['store_to_cat']:.2f} (in runs of {RUN_VALUES}: {report['store_runs_to_cat']:.2f})"
+    )
     print(f"store : cat | cat        {report['store_to_cat_pipe']:.2f}")
     print(json.dumps(report))
 

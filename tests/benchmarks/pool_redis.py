@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).absolute().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from kitelib.stores.redis import RedisStore  # noqa: E402

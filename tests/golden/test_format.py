@@ -1,6 +1,6 @@
 """The stored form, held fast by files: what one release wrote, every later one must read. docs/format.md is the spec.
 
-``python tests/golden/test_format.py`` writes the files. Do that only for a new file or a new format version.
+``python tests/golden/test_format.py`` writes the files that are missing: new ones, or all of a new format version.
 """
 
 import hashlib
@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from kitelib.fingerprint import block_fingerprint, block_fingerprints, end_fingerprint, root_fingerprint
+from kitelib.native.library import KvShape, native_library
+from kitelib.upcycle import entropy_numpy
 from kitelib.upcycle.codec import get_codec
 from kitelib.upcycle.unit import Expectation, RecyclableUnit, inspect, pack, unpack
 
@@ -34,6 +36,33 @@ def kv_data() -> np.ndarray:
 
 
 def kv_block() -> RecyclableUnit:
+    return _kv_block("float16", (2, 16, 32), kv_data())
+
+
+def wide_block() -> RecyclableUnit:
+    """float16: channels of several sizes, some of one sign, rows that fill no group of 32, two tables and more."""
+    return _kv_block("float16", (4, 16, 300), _wide_data(10))
+
+
+def bfloat_block() -> RecyclableUnit:
+    """bfloat16, with zeros, infinities and NaN between the numbers."""
+    elements = _wide_data(7).view("<u2").copy()
+    elements[5::311] = np.resize(np.array([0, 0x8000, 0x7F80, 0xFF80, 0x7FC1], np.uint16), len(elements[5::311]))
+    return _kv_block("bfloat16", (4, 16, 300), elements.view(np.uint8))
+
+
+def _wide_data(mantissa_bits: int) -> np.ndarray:
+    count, index = 4 * 16 * 300, np.arange(4 * 16 * 300)
+    noise = b"".join(hashlib.sha256(index.to_bytes(4, "little")).digest() for index in range(count // 8))
+    words = np.frombuffer(noise, "<u4")
+    ones = sum((words >> bit & 1 for bit in range(16, 24)), start=np.zeros(count, np.uint32))
+    exponent = 9 + index % 7 + np.minimum(ones, 5) // 2 + (103 if mantissa_bits == 7 else 0)
+    negative = np.where(index % 3 == 0, index % 300 % 2, words >> 31)
+    mantissa = words & ((1 << mantissa_bits) - 1)
+    return (negative << 15 | exponent << mantissa_bits | mantissa).astype("<u2").view(np.uint8)
+
+
+def _kv_block(dtype: str, shape: tuple[int, ...], data: np.ndarray) -> RecyclableUnit:
     return RecyclableUnit(
         kind="kv",
         cf=BLOCKS[1],
@@ -43,9 +72,9 @@ def kv_block() -> RecyclableUnit:
         epoch=3,
         created_at=1_790_000_000.5,
         layout="golden.kv",
-        dtype="float16",
-        shape=(2, 16, 32),
-        data=kv_data(),
+        dtype=dtype,
+        shape=shape,
+        data=data,
     )
 
 
@@ -66,11 +95,30 @@ def logits() -> RecyclableUnit:
     )
 
 
+class ReferenceEntropy:
+    """Writes what the native part writes, whether it is built or not."""
+
+    name = "paged_kvcache_v2/entropy"
+
+    def encode(self, data: np.ndarray, dtype: str, shape: tuple[int, int, int]) -> bytes:
+        body = entropy_numpy.encode(KvShape(*shape, {"float16": 10, "bfloat16": 7}[dtype]), data)
+        return bytes([2]) + bytes(7) + body
+
+    decode = get_codec("paged_kvcache_v2", "entropy").decode
+
+
+# Lossy codecs: the largest error, relative to the largest value.
+LOSSY = {"kv_int8.ru": 0.5 / 127, "logits_fp16.ru": 0.0}
+
 # name: unit, codec, HMAC key
 FILES = {
     "kv_none.ru": (kv_block, get_codec("paged_kvcache_v2", "none"), None),
     "kv_zstd.ru": (kv_block, get_codec("paged_kvcache_v2", "zstd"), None),
     "kv_none_hmac.ru": (kv_block, get_codec("paged_kvcache_v2", "none"), HMAC_KEY),
+    "kv_entropy.ru": (wide_block, ReferenceEntropy(), None),
+    "kv_entropy_bfloat16.ru": (bfloat_block, ReferenceEntropy(), None),
+    "kv_int8.ru": (kv_block, get_codec("int8_kv", "none"), None),
+    "logits_fp16.ru": (logits, get_codec("fp16_quant", "none"), None),
     "logits_raw.ru": (logits, get_codec("raw", "none"), None),
 }
 
@@ -81,7 +129,13 @@ def test_files_of_earlier_releases_are_read(name):
     unit = make()
     expected = Expectation(unit.kind, unit.cf, unit.token_ids, unit.model_state, unit.layout, len(unit.data))
     read = unpack((HERE / name).read_bytes(), expected=expected, hmac_key=key)
-    assert read.data.tobytes() == unit.data.tobytes()
+    if name in LOSSY:
+        values = [
+            each.data.view({"float16": "<f2", "float32": "<f4"}[unit.dtype]).astype(float) for each in (read, unit)
+        ]
+        assert np.abs(values[0] - values[1]).max() <= LOSSY[name] * np.abs(values[1]).max() * 1.01
+    else:
+        assert read.data.tobytes() == unit.data.tobytes()
     assert (read.kind, read.cf, read.parent, read.model_state) == (unit.kind, unit.cf, unit.parent, unit.model_state)
     assert (read.epoch, read.created_at, read.layout) == (unit.epoch, unit.created_at, unit.layout)
     assert (read.dtype, read.shape, read.codec) == (unit.dtype, unit.shape, codec.name)
@@ -132,9 +186,33 @@ def test_the_specification_describes_the_planes():
     assert blob[1064:1068] == b"\x28\xb5\x2f\xfd"
 
 
+def test_the_specification_describes_coded_elements():
+    """The sizes of docs/format.md add up to the payload, and its first parts are where it says."""
+    blob = (HERE / "kv_entropy.ru").read_bytes()
+    body = blob[struct.unpack_from("<I", blob, 12)[0] :]
+    assert body[:8] == b"\x02" + bytes(7)
+    low, escapes, words, starts = struct.unpack_from("<B3xIIQ", body, 8)
+    assert (low, escapes, starts & 1) == (0, 0, 1)
+    at = 8 + 20 + 4
+    for _ in range(2 * starts.bit_count()):
+        first, number = body[at], body[at + 1]
+        assert first + number <= 64
+        at += 2 + (number + 1) // 2
+    elements = wide_block().data.view("<u2")
+    assert body[at : at + 256] == (elements[:256] & 255).astype(np.uint8).tobytes()
+    assert len(body) == at + len(elements) // 256 * 288 + 128 + 2 * words
+
+
+@pytest.mark.skipif(native_library() is None, reason="the native part is not built")
+@pytest.mark.parametrize("name", ["kv_entropy.ru", "kv_entropy_bfloat16.ru"])
+def test_the_native_part_writes_the_same_bytes(name):
+    make, _, key = FILES[name]
+    assert pack(make(), get_codec("paged_kvcache_v2", "entropy"), hmac_key=key) == (HERE / name).read_bytes()
+
+
 def test_a_tool_can_list_the_files():
-    kinds = {name: inspect((HERE / name).read_bytes()).kind for name in FILES}
-    assert kinds == {"kv_none.ru": "kv", "kv_zstd.ru": "kv", "kv_none_hmac.ru": "kv", "logits_raw.ru": "logits"}
+    for name in FILES:
+        assert inspect((HERE / name).read_bytes()).kind == name.partition("_")[0]
 
 
 def test_every_file_is_covered():
@@ -143,4 +221,5 @@ def test_every_file_is_covered():
 
 if __name__ == "__main__":
     for file_name, (make_unit, file_codec, file_key) in FILES.items():
-        (HERE / file_name).write_bytes(pack(make_unit(), file_codec, hmac_key=file_key))
+        if not (HERE / file_name).exists():
+            (HERE / file_name).write_bytes(pack(make_unit(), file_codec, hmac_key=file_key))

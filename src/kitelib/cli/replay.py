@@ -77,7 +77,11 @@ class Trace:
 
 
 def read_trace(
-    path: str | os.PathLike[str], block_tokens: int, *, max_requests: int | None = None, progress: Progress | None = None
+    path: str | os.PathLike[str],
+    block_tokens: int,
+    *,
+    max_requests: int | None = None,
+    progress: Progress | None = None,
 ) -> Trace:
     """Reads a trace: one JSON object a line, with ``timestamp`` (ms), ``input_length`` (tokens) and ``hash_ids``.
 
@@ -126,9 +130,11 @@ def _parse(line: bytes, block_tokens: int) -> tuple[float, list[int]]:
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON: {error.msg}, at column {error.colno}") from None
     if not isinstance(entry, dict):
-        raise ValueError(f"is {type(entry).__name__}, not an object")
-    at_ms, num_tokens, ids = (entry.get(name) for name in ("timestamp", "input_length", "hash_ids"))
-    if not _is_number(at_ms) or at_ms < 0:
+        raise ValueError(f"is a {type(entry).__name__}, not an object")  # noqa: TRY004 - of the file, not of a caller
+    at_ms: Any = entry.get("timestamp")
+    num_tokens: Any = entry.get("input_length")
+    ids: Any = entry.get("hash_ids")
+    if isinstance(at_ms, bool) or not isinstance(at_ms, (int, float)) or not 0 <= at_ms < math.inf:
         raise ValueError(f"timestamp is {at_ms!r}; it must be a number of milliseconds")
     if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or num_tokens < 0:
         raise ValueError(f"input_length is {num_tokens!r}; it must be a number of tokens")
@@ -142,10 +148,6 @@ def _parse(line: bytes, block_tokens: int) -> tuple[float, list[int]]:
             f"{block_tokens}; was the trace made with another --block-tokens?"
         )
     return at_ms, ids
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _number(ids: Sequence[int], numbers: dict[int, int], parents: list[int]) -> tuple[int, ...]:

@@ -63,8 +63,8 @@ def comparison(rows: Sequence[Row]) -> str:
             )
         )
     legend = (
-        "prompt, cached: tokens. from: where they were kept; context is the model's own memory, and disk outlives the "
-        "program.\nTTFT: time to first token. no reuse: TTFT without reuse."
+        "prompt, cached: tokens. from: where those were kept; context is the model's own memory.\n"
+        "TTFT: time to first token. no reuse: TTFT without reuse."
     )
     return f"{format_table(header, cells, left=(1, 4))}\n\n{legend}"
 
@@ -84,8 +84,9 @@ def totals(rows: Sequence[Row]) -> str:
     for row in rows:
         for name, count in row.generation.reuse.tiers.items():
             tiers[name] = tiers.get(name, 0) + count
-    if tiers:
-        lines.insert(1, f"They came from: {', '.join(f'{name} {count:,}' for name, count in sorted(tiers.items()))}.")
+    if any(tiers.values()):
+        counts = ", ".join(f"{name} {count:,}" for name, count in sorted(tiers.items()) if count)
+        lines.insert(1, f"They came from: {counts}.")
     measured = [(row, row.fresh) for row in rows if row.fresh is not None]
     if measured:
         with_s = sum(row.generation.timing.ttft_s for row, _ in measured)

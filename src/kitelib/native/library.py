@@ -87,27 +87,32 @@ class NativeLibrary:
         """The kernels that this CPU runs, slowest first."""
         return tuple(range(self._lib.kite_best_kernel() + 1))
 
-    def kv_encode(self, shape: KvShape, data: Bytes, kernel: int = BEST) -> bytes | None:
-        """The compressed body of `data`; None if it would not be smaller.
+    def kv_encode(self, shape: KvShape, data: Bytes, kernel: int = BEST, *, head: bytes = b"") -> bytes | None:
+        """`head` and the compressed body of `data`; None if the body would not be smaller than the data.
 
         Args:
             shape: every size at least 1; at most 2**30 elements.
             data: uint8, shape (num_elements * 2,), contiguous.
             kernel: which machine code to run; the bytes are the same.
+            head: bytes to put in front, which saves the caller a copy.
         """
         self._check_bytes(shape, data)
         if data.ctypes.data % 2:
             data = data.copy()
         given = _c_shape(shape, kernel)
         space, scratch_bytes = self._lib.kite_kv_encode_bound(given), self._lib.kite_kv_encode_scratch(given)
-        work = _work_space(scratch_bytes + space)
-        scratch, body = work[:scratch_bytes], work[scratch_bytes : scratch_bytes + space]
+        start = scratch_bytes + len(head)
+        work = _work_space(start + space)
+        scratch, body = work[:scratch_bytes], work[start : start + space]
         size = self._lib.kite_kv_encode(
             given, data.ctypes.data, body.ctypes.data, space, scratch.ctypes.data, scratch_bytes
         )
         if size < 0:
             raise ValueError(f"the native library refuses to encode {shape} with kernel {kernel}")
-        return body[:size].tobytes() if size else None
+        if not size:
+            return None
+        work[scratch_bytes:start] = np.frombuffer(head, np.uint8)
+        return work[scratch_bytes : start + size].tobytes()
 
     def kv_decode(self, shape: KvShape, body: bytes | memoryview, kernel: int = BEST) -> Bytes:
         """The bytes of the elements: uint8, shape (num_elements * 2,).

@@ -62,7 +62,9 @@ async def archive_batch(
     keys = [item.key for item in items]
     heads = dict(zip(keys, await source.get_heads(keys, HEAD_BYTES), strict=True))
     kept = dict(zip(keys, await archive.get_heads(keys, HEAD_BYTES), strict=True))
-    stale, there, missing = [], [], []
+    stale: list[str] = []
+    there: list[str] = []
+    missing: list[str] = []
     for key, head in heads.items():
         unit = _peeked(head)
         if unit is None:

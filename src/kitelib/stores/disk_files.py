@@ -67,9 +67,7 @@ _FIXED_BYTES: Final = _FIXED.size + _CRC.size
 _HEAD_READ_BYTES: Final = 512  # the header of every key that `store_key` makes, and the head of its unit, in one read
 _SUFFIX: Final = ".ru"
 _MAX_NAME_BYTES: Final = 200
-_ESCAPED: Final = [
-    chr(byte) if byte in b"0123456789abcdefghijklmnopqrstuvwxyz_-" else f"%{byte:02x}" for byte in range(256)
-]
+_SPECIAL: Final = re.compile(rb"[^0-9a-z_-]")
 _NAME: Final = re.compile(r"(?:[0-9a-z_-]|%[0-9a-f]{2})*")
 _HASHED: Final = re.compile(r"=[0-9a-f]{64}")
 # Without O_NONBLOCK, opening a pipe that somebody put there would wait for ever; files don't mind it.
@@ -121,10 +119,14 @@ def file_name(key: str) -> str:
     """The name of a key's file: the key with all but ``0-9 a-z _ -`` escaped, so that file systems that don't tell
     upper from lower case can hold it; a digest of it if that gets too long."""
     raw = key.encode("utf-8", "surrogatepass")
-    name = "".join([_ESCAPED[byte] for byte in raw])
+    name = _SPECIAL.sub(_escape, raw).decode("ascii")
     if len(name) > _MAX_NAME_BYTES:
         name = "=" + hashlib.sha256(raw).hexdigest()
     return name + _SUFFIX
+
+
+def _escape(found: re.Match[bytes]) -> bytes:
+    return b"%%%02x" % found[0][0]
 
 
 def key_of_name(name: str, shard: int) -> str | None:

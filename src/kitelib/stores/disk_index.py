@@ -27,14 +27,22 @@ class DiskIndex:
         self._policy = EvictionPolicy(clock)
         self._used_at: list[dict[str, float]] = [{} for _ in range(NUM_SHARDS)]
 
-    def add(self, key: str, num_bytes: int, start: bytes | None, used_at: float) -> None:
-        """Adds a key, or replaces what is known of it. `start`: the first bytes of its value, None if not read yet."""
+    def add(self, key: str, num_bytes: int, start: bytes | None, used_at: float) -> bool:
+        """Adds a key, or replaces what is known of it; False if there are too many.
+
+        Args:
+            key: the key.
+            num_bytes: what its file takes.
+            start: the first bytes of its value; None if they were not read yet.
+            used_at: when it was last used, seconds since 1970.
+        """
         head = _head_of(start)
         with self._lock:
             if key not in self._policy and len(self._policy) >= _MAX_KEYS:
-                return
+                return False
             self._policy.add(key, num_bytes, head=head, used_at=used_at)
             self._used_at[shard_of(key)][key] = used_at
+            return True
 
     def learn(self, key: str, num_bytes: int, start: bytes, used_at: float) -> None:
         """Adds what a value says of itself to a key that is known only by name, or not at all."""

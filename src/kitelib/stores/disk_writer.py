@@ -139,8 +139,11 @@ class DiskWriter:
         """
         if self._ledger is None and not check_format(self._folder):
             return
-        before = self.evictions
+        before, was_open = self.evictions, self._ledger is not None
         ledger, owner = self._run(lambda ledger, owner: (ledger, owner))
+        if not was_open:  # opening has done it all
+            yield self.evictions - before
+            return
         try:
             for _ in self._recount(ledger, owner):
                 yield self.evictions - before
@@ -317,8 +320,9 @@ class DiskWriter:
     # Counting
 
     def _recount(self, ledger: Ledger, owner: Owner) -> Iterator[None]:
-        dead = list(self._dead_owners(ledger, owner))
+        dead: list[Owner] = []
         try:
+            self._clean_up(ledger, owner, dead)
             unread: list[Unread] = []
             for shard in range(NUM_SHARDS):
                 keys = self._look_at(shard)  # what takes long is done before the lock is taken
@@ -335,8 +339,9 @@ class DiskWriter:
                 each.release()
         self._found(unread)
 
-    def _dead_owners(self, ledger: Ledger, owner: Owner) -> Iterator[Owner]:
-        """Removes what owners that are gone, and this one before now, were writing; holds their places."""
+    def _clean_up(self, ledger: Ledger, owner: Owner, dead: list[Owner]) -> None:
+        """Removes what owners that are gone, and this one before now, were writing. Adds to `dead` those whose places
+        it took: they are to be held until their reservations are gone."""
         with ledger.locked() as books:
             numbers = books.owners_with_reservations()
         temps: dict[int, list[str]] = {}
@@ -348,11 +353,11 @@ class DiskWriter:
             each = owner if number == owner.number else ledger.try_claim(number)
             if each is None:
                 continue  # alive, and writing
+            if each is not owner:
+                dead.append(each)
             for name in temps.get(number, ()):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(f"{self._folder}/temp/{name}")
-            if each is not owner:
-                yield each
 
     def _look_at(self, shard: int) -> dict[str, str]:
         """Name -> key of the files in a shard, whose entries the system has at hand afterwards."""
@@ -381,11 +386,11 @@ class DiskWriter:
             names.add(name)
             num_bytes += real_bytes(status)
             used_at = min(status.st_atime, self._now())
-            if key and self._index.used_at(key) is None:
-                self._index.add(key, real_bytes(status), None, used_at)
+            # A name may be a digest: then the key is in the file only.
+            if not key or (
+                self._index.used_at(key) is None and self._index.add(key, real_bytes(status), None, used_at)
+            ):
                 unread.append(Unread(shard, name))
-            elif not key:
-                unread.append(Unread(shard, name))  # its key is in the file only
         self._index.keep_only(shard, names)
         own = _status(folder)
         books.set_shard(shard, len(names), num_bytes, 0 if own is None else real_bytes(own))

@@ -113,10 +113,15 @@ class StoreGuard:
         if not task.cancelled():
             task.exception()  # looked at, so that asyncio does not complain: nobody waits for it any more
 
-    async def close(self, store: Store) -> None:
-        """Closes the store, whatever the breaker says, and gives calls that were left behind a moment to end."""
+    async def settle(self) -> None:
+        """Cancels calls that were left behind once more and gives them a moment to end."""
         for task in self._abandoned:
             task.cancel()
+        if self._abandoned:
+            await asyncio.wait(set(self._abandoned), timeout=_GRACE_S)
+
+    async def close(self, store: Store) -> None:
+        """Closes the store, whatever the breaker says, and settles."""
         closing = asyncio.get_running_loop().create_task(_as_coroutine(store.aclose))
         await asyncio.wait({closing}, timeout=_CLOSE_S)
         if not closing.done():
@@ -124,8 +129,7 @@ class StoreGuard:
             self.abandon(closing)
         elif not closing.cancelled() and closing.exception() is not None:
             _LOG.warning("closing %s failed: %r", self._name, closing.exception())
-        if self._abandoned:
-            await asyncio.wait(set(self._abandoned), timeout=_GRACE_S)
+        await self.settle()
 
 
 class GuardedStore:

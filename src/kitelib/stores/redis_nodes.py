@@ -136,6 +136,10 @@ class Node:
                     await self._pipeline(wire, part, asking, replies)
                 return
             except WireError:
+                if len(replies) > done and isinstance(replies[-1], Fault) and replies[-1].code == "BIG":
+                    if len(replies) == len(commands):
+                        return
+                    continue  # it was closed to be rid of a value that is too long; the others are welcome
                 # The server may have closed an idle connection (it restarted); once is enough to find out.
                 if fresh or len(replies) > done or wire.timed_out:
                     raise

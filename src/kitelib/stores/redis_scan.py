@@ -54,7 +54,9 @@ class Listing:
         used_at = [looked_at - seconds if isinstance(seconds, int) else None for seconds in idle]
         items: dict[bytes, tuple[int, float | None]] = {}
         unknown = []
-        for key, used in zip(keys, used_at, strict=True):
+        for key, seconds, used in zip(keys, idle, used_at, strict=True):
+            if seconds is None:
+                continue  # gone since
             seen = self._seen.get(key)
             if seen is not None and used is not None and used <= seen[0] + 1:  # IDLETIME counts whole seconds
                 items[key] = seen[1], seen[2]

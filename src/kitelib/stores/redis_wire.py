@@ -164,7 +164,8 @@ class Wire(asyncio.BufferedProtocol):
         too_slow_at = self._began_at + self._timeout * (2 + self._moved // _LEAST_BYTES)
         if now >= min(silent_at, too_slow_at):
             self.timed_out = True
-            self._fail(WireError(f"{self._name} was silent for longer than socket_timeout ({self._timeout:g} s)"))
+            what = "was silent for" if now >= silent_at else "is too slow: it had much"
+            self._fail(WireError(f"{self._name} {what} longer than socket_timeout ({self._timeout:g} s)"))
         else:
             self._timer = self._loop.call_at(min(silent_at, too_slow_at), self._watch)
 
@@ -190,7 +191,7 @@ class Wire(asyncio.BufferedProtocol):
         self._progress(nbytes)
         try:
             if self._in_bulk and self._bulk is not None:
-                self._replies.extend(self._bulk.received(nbytes))
+                self._bulk.received(nbytes, self._replies)
             else:
                 self._feed(nbytes)
         except WireError as error:
@@ -252,6 +253,15 @@ class Dialer:
     socket_timeout: float
     max_value_bytes: int
     _tls_context: Any = dataclasses.field(default=None, init=False, repr=False)
+    _nameless: Any = dataclasses.field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # redis-py would look its own version up on the disk for every connection, to tell the server.
+        try:
+            importlib.import_module("redis.driver_info")
+            self._nameless = {"driver_info": None}
+        except ImportError:  # before redis-py 7
+            self._nameless = {"lib_name": None, "lib_version": None}
 
     async def open(self, address: Address, name: str) -> Wire:
         """A new connection, logged in.
@@ -287,6 +297,7 @@ class Dialer:
             "socket_timeout": self.connect_timeout,
             "socket_connect_timeout": self.connect_timeout,
             "protocol": 2,
+            **self._nameless,
         }
         host, port = address
         if port == 0:

@@ -22,8 +22,8 @@ PAGE: Final = 500
 _MAX_REQUESTS: Final = 64  # of one store at once
 _MAX_UPLOADS_IN_PARTS: Final = 2  # each holds up to `_PARTS` copies of `PART_BYTES`
 _PARTS: Final = 4
-_DIRECT_BYTES: Final = 2**20  # up to it, copying a value takes less of the loop than handing it to a thread
-_CHUNK_BYTES: Final = 4 * 2**20
+_DIRECT_BYTES: Final = 2**16  # up to it, copying on the loop costs less than the way through a thread
+_PIECE_BYTES: Final = 4 * 2**20
 
 
 class Bucket:
@@ -75,14 +75,14 @@ class Bucket:
         return None if result is None else (result.meta, await self.read(result))
 
     async def read(self, result: Any) -> bytes:
-        """The body. A big one comes in pieces, and is put together in a thread, outside the interpreter's lock: one
-        copy of 100 MB would hold the loop up."""
+        """The body. A client's thread makes the pieces, each one copy, so that many values that arrive together don't
+        hold the loop up; several pieces are put together in a thread, outside the interpreter's lock."""
         start, end = result.range
         if end - start <= _DIRECT_BYTES:
             value = bytes(await result.bytes_async())
         else:
-            pieces = [piece async for piece in result.stream(min_chunk_size=_CHUNK_BYTES)]
-            value = await self._door.run(lambda: b"".join(pieces))
+            pieces = [piece async for piece in result.stream(min_chunk_size=min(end - start, _PIECE_BYTES))]
+            value = pieces[0] if len(pieces) == 1 else await self._door.run(lambda: b"".join(pieces))
         if len(value) != end - start:
             raise StoreError(f"{len(value)} bytes came instead of {end - start}")
         return value

@@ -96,7 +96,9 @@ _SECRET_VARIABLES: Final = (
 _ENDPOINT_VARIABLES: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
 _PREFIX_PART: Final = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9!_.'()@=+,-]{1,100}")
-_NOISE: Final = re.compile(r"Generic S3 error: |Object at location \S+ not found: |Error performing ")
+_NOISE: Final = re.compile(
+    r"Generic S3 error: |Object at location \S+ not found: |The operation lacked .* for path \S+: |Error performing "
+)
 _ERROR_CODE: Final = re.compile(r"<Code>([^<]{1,100})</Code>")
 _ERROR_TEXT: Final = re.compile(r"<Message>([^<]{1,200})</Message>")
 

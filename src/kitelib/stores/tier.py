@@ -67,7 +67,7 @@ class Tier:
 
     Attributes:
         cost: what lookups and reads take.
-        breaker: stops calls while the store keeps failing.
+        breaker: stops calls while the store keeps failing; writing has one of its own.
         background: the store for calls that no request waits for: guarded like the others, with more patience, and
             raising StoreError.
         shared: `background`, if the store is a `SharedStore`; else None.
@@ -91,9 +91,13 @@ class Tier:
         self._door = door
         self._monotonic = time.monotonic if clock is None else clock.monotonic
         self._guard = StoreGuard(name, self.breaker, timeout_s)
+        # A store that is full or read-only fails every write, and must go on being read.
+        self._write_guard = StoreGuard(name, Breaker(clock=clock), timeout_s)
         patience_s = max(_PATIENCE * timeout_s, _PATIENCE_S)
         self.background = GuardedStore(store, self._guard, patience_s)
         self.shared = self.background if isinstance(store, SharedStore) else None
+        self._quick = GuardedStore(store, self._guard, timeout_s)
+        self._writes = GuardedStore(store, self._write_guard, patience_s)
         self._flights = Flights(self._read)
         self._queue: WriteQueue[Pending] = WriteQueue(write_bytes, self._write)
         self._stats = _NOTHING
@@ -107,6 +111,11 @@ class Tier:
         return self.name == ARCHIVE
 
     @property
+    def tried(self) -> bool:
+        """Whether a read has shown what this tier is like, or that it fails."""
+        return self.cost.measured or self._guard.errors > 0
+
+    @property
     def mean_bytes(self) -> float:
         """Average size of the values read lately, bytes; 0 before the first."""
         return self._mean_bytes
@@ -118,9 +127,8 @@ class Tier:
         if not keys or self._closed:
             return 0
         begun = self._monotonic()
-        call = GuardedStore(self.store, self._guard, self.timeout_s)
         try:
-            count = await call.leading_run(keys)
+            count = await self._quick.leading_run(keys)
         except StoreError as error:
             if isinstance(error.__cause__, TimeoutError):
                 self.cost.note_lookup(self._monotonic() - begun)
@@ -189,13 +197,13 @@ class Tier:
 
     async def _write(self, batch: Sequence[Pending], is_void: Callable[[], bool]) -> int:
         """Writes a batch; returns how many of it were lost before the store had them."""
-        if not self.breaker.allows():
+        if not self._write_guard.breaker.allows():
             return len(batch)
         items = await self._door.run(lambda: [item for each in batch if (item := self._encoded(each)) is not None])
         if is_void() or not items:
             return len(batch) - len(items)
         try:
-            await self.background.put_many(items)
+            await self._writes.put_many(items)
         except StoreError:
             # The store may have counted these as dropped too; `counters` takes care of it.
             self._lost += len(items)
@@ -227,7 +235,7 @@ class Tier:
         self._queue.discard(keys)
         self._flights.detach(keys)
         try:
-            return await self.background.delete_many(keys)
+            return await self._quick.delete_many(keys)
         except StoreError:
             return 0
 
@@ -257,12 +265,13 @@ class Tier:
             "evictions": self._stats.evictions,
             "written": self._queue.written - self._lost,
             "dropped": self._queue.dropped + max(self._lost, self._stats.dropped),
-            "errors": max(self._guard.errors, self._stats.errors),
-            "timeouts": self._guard.timeouts,
+            "errors": max(self._guard.errors + self._write_guard.errors, self._stats.errors),
+            "timeouts": self._guard.timeouts + self._write_guard.timeouts,
             "refused": self._refused,
             "pending_bytes": self._queue.pending_bytes,
             "breaker": self.breaker.state,
             "opened": self.breaker.opened,
+            "write_breaker": self._write_guard.breaker.state,
         }
 
     async def aclose(self) -> None:
@@ -273,4 +282,5 @@ class Tier:
         self._queue.close()
         with anyio.CancelScope(shield=True):
             await self._flights.aclose()
+            await self._write_guard.settle()
             await self._guard.close(self.store)

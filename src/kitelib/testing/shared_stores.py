@@ -106,7 +106,9 @@ async def _listing_bears_changes(first: SharedStore, second: SharedStore) -> Non
         passing = [unit_key(index) for index in range(100, 110)]
         for _ in range(5):
             await second.put_many([(key, b"passes") for key in passing])
+            await anyio.sleep(0.003)
             await second.delete_many(passing)
+            await anyio.sleep(0.003)
         done.set()
 
     missing: set[str] = set()

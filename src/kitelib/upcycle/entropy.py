@@ -48,11 +48,16 @@ class EntropyCodec:
     library: Callable[[], NativeLibrary | None] = native_library
 
     def encode(self, data: Bytes, dtype: str, shape: tuple[int, ...]) -> bytes | memoryview:
-        """The smallest of what the methods give for this element type; at most 8 bytes more than the data."""
-        method, body = self._body(data, dtype, shape)
-        if len(body) >= len(data):
-            method, body = _STORED, data.data
-        return b"".join([_head(method), body])
+        """What the entropy coder gives, planes where it can't be used, or the data and 8 bytes if that is less."""
+        item_bytes(dtype, len(data))
+        given, library = kv_shape(len(data), dtype, shape), self.library()
+        if given is not None and library is not None:
+            blob = library.kv_encode(given, data, head=_head(_ENTROPY))
+        else:
+            blob = b"".join([_head(_PLANES), _planes.encode(data, dtype, shape)])
+        if blob is None or len(blob) > len(data) + _HEAD_BYTES:
+            return b"".join([_head(_STORED), data.data])
+        return blob
 
     def decode(self, blob: bytes | memoryview, num_bytes: int, dtype: str, shape: tuple[int, ...]) -> Bytes:
         """The data; read-only. Raises FormatError for anything that no encoder wrote for this shape."""
@@ -73,15 +78,6 @@ class EntropyCodec:
         library = self.library()
         return read_only(entropy_numpy.decode(given, body) if library is None else library.kv_decode(given, body))
 
-    def _body(self, data: Bytes, dtype: str, shape: tuple[int, ...]) -> tuple[int, bytes | memoryview]:
-        item_bytes(dtype, len(data))
-        given = kv_shape(len(data), dtype, shape)
-        library = self.library()
-        if given is None or library is None:
-            return _PLANES, _planes.encode(data, dtype, shape)
-        body = library.kv_encode(given, data)
-        return (_STORED, data.data) if body is None else (_ENTROPY, body)
-
 
 def kv_shape(num_bytes: int, dtype: str, shape: tuple[int, ...]) -> KvShape | None:
     """The shape that the coder works on: flat data is one row; None if it is not for the coder.
@@ -92,7 +88,7 @@ def kv_shape(num_bytes: int, dtype: str, shape: tuple[int, ...]) -> KvShape | No
     mantissa_bits = _MANTISSA_BITS.get(dtype)
     if mantissa_bits is None or not 0 < num_bytes // 2 <= _MOST_ELEMENTS:
         return None
-    if math.prod(shape) * 2 != num_bytes:
+    if math.prod(shape) * 2 != num_bytes or min(shape) < 1:
         raise FormatError(f"{dtype} of shape {shape} does not take {num_bytes} bytes")
     segments, tokens, channels = shape if len(shape) == 3 else (1, 1, num_bytes // 2)
     return KvShape(segments, tokens, channels, mantissa_bits)

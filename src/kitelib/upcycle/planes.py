@@ -20,7 +20,7 @@ import zstandard
 
 from kitelib.errors import FormatError
 
-__all__ = ["ITEM_BYTES", "Bytes", "PlainCodec", "PlaneCodec", "item_bytes", "read_only"]
+__all__ = ["ITEM_BYTES", "Bytes", "PlainCodec", "PlaneCodec", "item_bytes", "pack_plane", "read_only", "unpack_plane"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -86,10 +86,7 @@ class PlaneCodec:
         heads, bodies = [], []
         for index in range(num_planes):
             plane = np.ascontiguousarray(data[index::num_planes])
-            body: bytes | memoryview = _contexts.compressor().compress(plane.data) if len(plane) else b""
-            method = _ZSTD
-            if len(body) >= _WORTH * len(plane):
-                method, body = _STORED, plane.data
+            method, body = pack_plane(plane)
             heads.append((method, len(body)))
             bodies.append(body)
         return b"".join([_pack_table(heads), *bodies])
@@ -140,6 +137,20 @@ def item_bytes(dtype: str, num_bytes: int) -> int:
 
 def _pack_table(heads: list[tuple[int, int]]) -> bytes:
     return _PLANES_HEAD.pack(len(heads)) + b"".join(_PLANE_HEAD.pack(method, size) for method, size in heads)
+
+
+def pack_plane(plane: Bytes, *, compress: bool = True) -> tuple[int, bytes | memoryview]:
+    """The method and the bytes of one plane."""
+    body = _contexts.compressor().compress(plane.data) if compress and len(plane) else b""
+    if compress and len(body) < _WORTH * len(plane):
+        return _ZSTD, body
+    return _STORED, plane.data
+
+
+def unpack_plane(method: int, body: memoryview, num_bytes: int) -> Bytes:
+    """The `num_bytes` bytes of one plane, perhaps a view of `body`. Raises FormatError unless it has exactly so many."""
+    _check_plane(method, body, num_bytes)
+    return _decode_plane(method, body, num_bytes)
 
 
 def _check_plane(method: int, body: memoryview, num_bytes: int) -> None:

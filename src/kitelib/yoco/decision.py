@@ -20,8 +20,9 @@ from kitelib.stores.tiered import Span
 __all__ = ["Costs", "Verdict", "decide", "load_costs", "patience"]
 
 _PATIENCE = 0.03  # of the time that computing would take: the most that a request waits for tiers in vain
-_FIRST_PATIENCE = 0.1  # before anything was measured
-_MIN_PATIENCE_S = 0.003
+_MIN_PATIENCE_S = 0.004
+_FIRST_PATIENCE = 0.1  # the same before a tier was read for the first time, when its connections may have to open
+_MIN_FIRST_PATIENCE_S = 0.05
 _MIN_GAIN = 0.1  # overlapping has to save this share of the time, or it is not worth the traffic
 _MIN_BLOCKS = 2
 
@@ -55,7 +56,9 @@ class Verdict:
 
 def patience(compute_s: float, *, measured: bool) -> float:
     """Seconds that a request may wait for the outer tiers, given what computing everything would take."""
-    return max(_MIN_PATIENCE_S, compute_s * (_PATIENCE if measured else _FIRST_PATIENCE))
+    if measured:
+        return max(_MIN_PATIENCE_S, compute_s * _PATIENCE)
+    return max(_MIN_FIRST_PATIENCE_S, compute_s * _FIRST_PATIENCE)
 
 
 def load_costs(span: Span, pool: RUPool, block_bytes: int) -> Costs:

@@ -164,7 +164,7 @@ class Planner:
         assert self._spawn is not None
         assert self._speed is not None
         compute_s = max(remaining, 1) / self._speed()
-        measured = all(tier.cost.measured for tier in self._pool.tiers.tiers)
+        measured = all(tier.tried for tier in self._pool.tiers.tiers)
         extras = _Extras(self, chain, token_ids, start, wants_logits)
         search = Search(
             pool=self._pool,

@@ -24,6 +24,11 @@ def test_turn_line(finished):
     assert describe_turn(turn) == "600 of 640 prompt tokens cached, TTFT 0.50 s, 10.0 tokens/s"
 
 
+def test_turn_line_says_what_came_from_an_earlier_run(finished):
+    turn = finished(prompt=640, cached=600, completion=1, tiers={"context": 100, "disk": 500})
+    assert describe_turn(turn) == "600 of 640 prompt tokens cached (500 from disk), TTFT 0.50 s"
+
+
 def test_turn_line_has_no_speed_for_a_single_token(finished):
     assert describe_turn(finished(completion=1)) == "0 of 650 prompt tokens cached, TTFT 0.50 s"
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from kitelib.backends.llama_cpp.model import GGUFModel
+from kitelib.cli import demo
+from kitelib.cli import main as cli
 from kitelib.cli.bank import QUESTIONS, SYSTEM_PROMPT
 from kitelib.cli.demo import _QUICK, _TOGETHER
 from kitelib.cli.report import Row, comparison, from_earlier, totals
@@ -66,7 +70,7 @@ def test_what_outlived_its_process_is_told_apart(finished):
     assert from_earlier(warm) == "480 from disk, 20 from redis"
     assert from_earlier(finished(cached=640, tiers={"context": 640})) == ""
     rows = [Row(1, "First?", warm, None), Row(2, "Second?", finished(cached=640, tiers={"context": 640}), None)]
-    assert "They came from: context 740, disk 480, memory 40, redis 20, s3 0." in totals(rows)
+    assert "They came from: context 740, disk 480, memory 40, redis 20." in totals(rows)
 
 
 def test_totals_admit_an_answer_that_differs(finished):
@@ -82,29 +86,44 @@ def test_totals_without_a_comparison_claim_nothing(finished):
     assert "without reuse" not in text
 
 
-def rows_of(text):
-    return [line.split() for line in text.partition("factor\n")[2].splitlines()[1:13]]
+def rows_of(text, count):
+    return [line.split() for line in text.partition("factor\n")[2].splitlines()[1 : 1 + count]]
 
 
-def test_the_demo_from_beginning_to_end_and_again_from_the_disk(kite, tmp_path):
-    """B21: what one process left on the disk, the next one starts from; the demo says so, in both runs."""
-    options = ("demo", "--quick", "--threads", "1", "--max-tokens", "2", "--disk", str(tmp_path / "pool"))
-    done = kite(*options)
+def test_the_demo_from_beginning_to_end(kite):
+    done = kite("demo", "--quick", "--threads", "1", "--max-tokens", "2", "--disk", "none")
     assert (done.returncode, done.stderr) == (0, "")
-    assert [int(row[0]) for row in rows_of(done.stdout)] == list(range(1, 13))
+    assert [int(row[0]) for row in rows_of(done.stdout, 12)] == list(range(1, 13))
     for question in QUESTIONS:
         assert f" {question}\n" in done.stdout
     assert "no model step before it" in done.stdout
     assert "no model step at all: 1." in done.stdout
     assert "3 of 3 (exactness: bitwise)" in done.stdout
     assert "Next:" in done.stdout
-    assert f"kite pool stats --disk {tmp_path / 'pool'}" in done.stdout
-    assert "from disk" not in done.stdout
+    assert "kept in" not in done.stdout.lower()
 
-    again = kite(*options)
-    assert (again.returncode, again.stderr) == (0, "")
-    first = again.stdout.partition(QUESTIONS[0])[2].partition("[")[2].partition("]")[0]
-    assert "from disk" in first
-    assert "an earlier run left that" in again.stdout
-    assert "disk" in " ".join(rows_of(again.stdout)[0])
-    assert "3 of 3 (exactness: bitwise)" in again.stdout
+
+def test_a_second_demo_starts_from_the_disk_and_says_so(monkeypatch, capsys, tmp_path):
+    """B21: what one run left on the disk, the next one starts from; the story is right in both."""
+    monkeypatch.delenv("KITE_REDIS_URL", raising=False)
+    monkeypatch.setattr(demo, "SYSTEM_PROMPT", "You are a bank. " + "Cash is free at our own machines. " * 12)
+    monkeypatch.setattr(demo, "QUESTIONS", ("When do you open?", "Is cash free?", "When do you open?"))
+    monkeypatch.setattr(demo, "_TOGETHER", range(1, 2))
+    monkeypatch.setattr(demo, "_QUICK", (0,))
+    folder = tmp_path / "pool"
+    outs = []
+    for _ in range(2):
+        assert cli.main(["demo", "--quick", "--threads", "1", "--max-tokens", "2", "--disk", str(folder)]) == 0
+        outs.append(capsys.readouterr().out)
+    for out in outs:
+        assert f"What is computed is kept in {folder}\n" in out
+        assert re.search(f"kite pool stats --disk {folder} +what is in it", out)
+        assert "1 of 1 (exactness: bitwise)" in out
+    first, second = outs
+    assert "from disk" not in first
+    assert rows_of(first, 3)[0][-6:-5] == ["-"]
+    line = second.partition("When do you open?")[2].partition("[")[2].partition("]")[0]
+    assert "from disk)" in line
+    assert "[an earlier run left that;" in second
+    assert "disk" in rows_of(second, 3)[0]
+    assert "disk " in second.partition("They came from: ")[2].splitlines()[0]

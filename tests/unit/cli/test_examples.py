@@ -20,7 +20,7 @@ def run(path: Path) -> str:
 
 
 def test_there_are_examples():
-    assert {path.stem for path in EXAMPLES} >= {"conversation", "generate_and_stream", "support_bot"}
+    assert {path.stem for path in EXAMPLES} >= {"conversation", "generate_and_stream", "restart", "support_bot"}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -145,26 +145,19 @@ def test_epochs_survive_deleting_everything(kite_pool: Run, disk: Path) -> None:
     assert with_store(disk_at(disk), epoch) == 3
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
-    servers = RedisCluster(tmp_path_factory.mktemp("cluster")).start()
-    yield servers
-    servers.stop()
-
-
-def test_freshness_reaches_every_tier_and_every_shard(kite_pool: Run, disk: Path, cluster: RedisCluster) -> None:
+def test_freshness_reaches_every_tier_and_every_shard(kite_pool: Run, disk: Path, redis_cluster: RedisCluster) -> None:
     """B20: one command covers all tiers and shards, and says what it cleared. The epoch is the highest that any tier
     knows: here only the cluster has heard of it."""
     old = [unit for number in range(40) for unit in units_of(prompt(number), epoch=1)]
     new = [unit for number in range(40, 45) for unit in units_of(prompt(number), epoch=3)]
 
     def make() -> SharedStore:
-        return RedisStore(cluster.url, ttl_s=600)
+        return RedisStore(redis_cluster.url, ttl_s=600)
 
     filled(make, [entry(unit) for unit in [*old, *new]], **{MODEL: 3})
-    held = [int(node.call("DBSIZE")) for node in cluster.nodes]
+    held = [int(node.call("DBSIZE")) for node in redis_cluster.nodes]
     assert sum(count > 0 for count in held) == 6  # all primaries and their replicas
-    nodes = ", ".join(f"'redis://{node.name}'" for node in cluster.nodes[:2])
+    nodes = ", ".join(f"'redis://{node.name}'" for node in redis_cluster.nodes[:2])
     config = disk.parent / "kite.yaml"
     config.write_text(f"ru_pool: {{backend: tiered, disk_path: {disk}, redis_urls: [{nodes}]}}")
     code, out, err = kite_pool("evict", "--freshness", "--config", config, "--json")
@@ -185,18 +178,18 @@ def test_a_tier_that_fails_is_told_and_the_others_are_cleaned(kite_pool: Run, di
     assert "\nredis: " in out
 
 
-def test_a_shard_that_is_down_makes_the_work_incomplete(kite_pool: Run, cluster: RedisCluster) -> None:
+def test_a_shard_that_is_down_makes_the_work_incomplete(kite_pool: Run, redis_cluster: RedisCluster) -> None:
     """B26: what could not be counted or deleted is told, not taken for nothing."""
 
     def make() -> SharedStore:
-        return RedisStore(cluster.url, ttl_s=600)
+        return RedisStore(redis_cluster.url, ttl_s=600)
 
     units = [unit for number in range(40) for unit in units_of(prompt(number))]
     filled(make, [entry(unit) for unit in units])
-    primary = cluster.primaries()[0]
-    cluster.replica_of(primary).kill()
+    primary = redis_cluster.primaries()[0]
+    redis_cluster.replica_of(primary).kill()
     primary.kill()
-    options = ["--redis", cluster.url]
+    options = ["--redis", redis_cluster.url]
     code, out, _ = kite_pool("stats", *options, "--json")
     (tier,) = json.loads(out)["tiers"]
     assert code == 0

@@ -38,7 +38,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     server = RedisServer(tmp_path_factory.mktemp("redis"), "requirepass hunter2", password="hunter2")
     server.start()
     yield server
-    server.kill()
+    server.stop()
 
 
 @pytest.fixture

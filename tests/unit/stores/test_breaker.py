@@ -114,16 +114,17 @@ def test_a_cancelled_call_is_no_failure(clock: HandClock) -> None:
 
 def test_calls_from_before_it_opened_do_not_decide_a_probe(clock: HandClock) -> None:
     breaker = make(clock)
-    late_failure, late_success = breaker.watch(), breaker.watch()
-    late_failure.__enter__()
-    late_success.__enter__()
+    early_failure, late_failure, late_success = breaker.watch(), breaker.watch(), breaker.watch()
+    for call in (early_failure, late_failure, late_success):
+        call.__enter__()
     for _ in range(3):
         fail(breaker)
+    assert early_failure.__exit__(OSError, OSError("late"), None) is False
     clock.advance(1.21)
+    assert breaker.state == "half_open"  # not put off by what was under way before
     with breaker.watch():  # the probe
         late_success.__exit__(None, None, None)
         assert breaker.state == "half_open"
-        error = OSError("late")
-        assert late_failure.__exit__(OSError, error, None) is False
+        assert late_failure.__exit__(OSError, OSError("late"), None) is False
         assert not breaker.allows()
     assert breaker.state == "closed"

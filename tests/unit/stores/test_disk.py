@@ -395,8 +395,8 @@ async def test_a_cancelled_put_leaves_nothing_half_done(tmp_path):
     """A cancellation takes effect at once; the value under way is finished or never seen, and nothing is left."""
     store = DiskStore(tmp_path, 200 * 2**20)
     await store.warm()
-    items = [(key_of(number), b"%d " % number * 200_000) for number in range(40)]
-    for delay in (0.0, 0.001, 0.005, 0.02):
+    items = [(key_of(number), b"%02d" % number * 500_000) for number in range(80)]
+    for delay in (0.0, 0.001, 0.003, 0.006):
         with anyio.move_on_after(delay):
             await store.put_many(items)
     values = await store.get_many([key for key, _ in items])

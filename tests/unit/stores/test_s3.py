@@ -12,7 +12,6 @@ from kitelib.errors import StoreError
 from kitelib.fingerprint import store_key
 from kitelib.stores import s3, s3_client
 from kitelib.stores.s3 import S3Store
-from kitelib.testing import check_shared_store, check_store
 
 
 class HandClock:
@@ -42,14 +41,24 @@ def make(s3_server):
     return make_one
 
 
-async def test_keeps_the_store_contract(make):
+@pytest.fixture(scope="module")
+def large_place(s3_server):
+    """The URL of a place with 1010 units of one kind, 50 of another and one foreign key."""
+    url = s3_server.new_url()
+
+    async def fill():
+        store = S3Store(url, options=s3_server.options())
+        items = [(key(number), bytes(50)) for number in range(1010)]
+        items += [(key(number, "logits", "f" * 16), bytes(10)) for number in range(50)]
+        await store.put_many([*items, ("other", b"x")])
+
+    asyncio.run(fill())
+    return url
+
+
+def test_is_a_shared_store():
+    """tests/contract has the rest."""
     assert isinstance(S3Store("s3://abc"), SharedStore)
-    await check_store(make)
-
-
-async def test_keeps_the_contract_of_shared_stores(make, s3_server):
-    urls = {}
-    await check_shared_store(lambda place: make(urls.setdefault(place, s3_server.new_url())))
 
 
 async def test_big_values_go_up_in_parts_and_appear_whole(make, s3_proxy):
@@ -153,14 +162,11 @@ async def test_a_listing_tells_sizes_and_times(make):
     assert abs(item.written_at - time.time()) < 60
 
 
-async def test_a_listing_comes_in_pages(make):
-    store = make()
-    keys = {key(number) for number in range(1100)}
-    await store.put_many([(each, b"") for each in keys])
-    pages = [[item.key for item in page] async for page in store.list_items()]
-    assert {each for page in pages for each in page} == keys
-    assert [len(page) for page in pages] == [500, 500, 100]
-    assert await store.delete_many(list(keys)) == 1100
+async def test_a_listing_comes_in_pages(make, large_place):
+    pages = [[item.key for item in page] async for page in make(large_place).list_items()]
+    expected = {key(number) for number in range(1010)} | {key(number, "logits", "f" * 16) for number in range(50)}
+    assert {each for page in pages for each in page} == expected
+    assert max(map(len, pages)) == 500
 
 
 async def test_foreign_objects_in_the_prefix_are_left_alone(make, s3_server):
@@ -171,16 +177,15 @@ async def test_foreign_objects_in_the_prefix_are_left_alone(make, s3_server):
     assert [page async for page in store.list_items()] == []
 
 
-async def test_large_stores_are_estimated_from_their_first_objects(make, monkeypatch):
-    store = make()
-    items = [(key(number, kind), bytes(50)) for number in range(1300) for kind in ("kv",)]
-    items += [(key(number, "logits", "f" * 16), bytes(10)) for number in range(200)] + [("other", b"x")]
-    await store.put_many(items)
+async def test_large_stores_are_estimated_from_their_first_objects(make, monkeypatch, large_place):
+    store = make(large_place)
     exact = await store.stats()
-    assert (exact.items, exact.bytes) == (1501, 1300 * 50 + 200 * 10 + 1)
+    assert (exact.items, exact.bytes) == (1061, 1010 * 50 + 50 * 10 + 1)
     monkeypatch.setattr(s3, "_COUNTED", 900)
+    monkeypatch.setattr(s3, "PAGE", 250)
     estimate = await store.stats()
-    assert estimate.items == pytest.approx(1501, rel=0.15)
+    assert estimate.items != exact.items
+    assert estimate.items == pytest.approx(exact.items, rel=0.15)
     assert estimate.bytes == pytest.approx(exact.bytes, rel=0.15)
 
 
@@ -248,29 +253,32 @@ async def test_random_cancellations_never_mix_values(make):
     values = {key(number): b"%d;" % number * dice.randrange(1, 40_000) for number in range(24)}
     await store.put_many(list(values.items()))
 
-    async def use():
-        keys = dice.sample(list(values), 8)
-        with anyio.move_on_after(dice.expovariate(20.0)):
+    async def use(patience_s):
+        keys = dice.sample(list(values), 3)
+        with anyio.move_on_after(patience_s):
             if dice.random() < 0.3:
                 await store.put_many([(each, values[each]) for each in keys])
             found = await store.get_many(keys)
             heads = await store.get_heads(keys, 3)
-            assert await store.leading_run(keys) == 8
+            assert await store.leading_run(keys) == 3
             assert found == [values[each] for each in keys]
             assert heads == [values[each][:3] for each in keys]
             return 1
         return 0
 
-    finished = 0
+    finished = cut_off = 0
     for _ in range(20):
-        tasks = [asyncio.ensure_future(use()) for _ in range(10)]
-        await asyncio.sleep(dice.expovariate(20.0))
-        for task in dice.sample(tasks, 4):
+        patience = [dice.expovariate(50.0) for _ in range(8)] + [float("inf")] * 6
+        tasks = [asyncio.ensure_future(use(patience_s)) for patience_s in patience]
+        await asyncio.sleep(dice.expovariate(50.0))
+        for task in tasks[-4:]:
             task.cancel()  # asyncio's own way, besides anyio's
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert result in (0, 1) or isinstance(result, asyncio.CancelledError), result
             finished += result == 1
-    assert 0 < finished < 200
+            cut_off += result != 1
+    assert finished >= 40
+    assert cut_off > 100
     assert await store.get_many(list(values)) == list(values.values())
     assert (await store.stats()).errors == 0
 

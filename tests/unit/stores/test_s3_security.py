@@ -72,7 +72,7 @@ async def test_wrong_credentials_are_a_store_error_that_does_not_show_them(stric
     store = S3Store(server.new_url(), options=server.options(**mine))
     calls = [store.warm, lambda: store.get_many([KEY]), lambda: store.put_many([(KEY, b"x")]), store.stats]
     for call in calls:
-        with pytest.raises(StoreError, match="403 Forbidden") as caught:
+        with pytest.raises(StoreError, match="InvalidAccessKeyId|SignatureDoesNotMatch") as caught:
             await call()
         assert not any(secret in str(caught.value) for secret in mine.values())
 

@@ -1,5 +1,7 @@
 """The contract suite finds each way to break a store; a check that nothing fails would prove nothing."""
 
+import dataclasses
+
 import anyio
 import pytest
 
@@ -104,6 +106,70 @@ class OnlyGrows(MemoryStore):
         return StoreStats(counters.items, self.largest, counters.hits, counters.misses, 0, 0)
 
 
+class CutsAtAMegabyte(MemoryStore):
+    async def put_many(self, items):
+        await super().put_many([(key, value[: 2**20]) for key, value in items])
+
+
+class AsksAHundred(MemoryStore):
+    async def get_many(self, keys):
+        return await super().get_many(keys[:100]) + [None] * len(keys[100:])
+
+
+class ForgetsTheKind(MemoryStore):
+    async def get_many(self, keys):
+        return await super().get_many([key.replace(":logits:", ":kv:") for key in keys])
+
+
+class ForgetsTheModel(MemoryStore):
+    async def get_many(self, keys):
+        return await super().get_many([key.replace(":0123456789abcdee:", ":0123456789abcdef:") for key in keys])
+
+
+class DeletesInTwoSteps(MemoryStore):
+    async def delete_many(self, keys):
+        for key in keys:
+            value = self.get(key)
+            if value is not None and len(value) > 50_000:
+                self.put(key, value[:7])
+                await anyio.sleep(0)
+        return await super().delete_many(keys)
+
+
+class CountsErrors(MemoryStore):
+    async def stats(self):
+        return dataclasses.replace(self.counters(), errors=1)
+
+
+class BreaksWhenCancelled(MemoryStore):
+    broken = False
+
+    async def get_many(self, keys):
+        try:
+            await anyio.sleep(0.002)
+        except BaseException:
+            self.broken = True
+            raise
+        return [None] * len(keys) if self.broken else await super().get_many(keys)
+
+
+class MixesWhenCancelled(MemoryStore):
+    """As a connection that is used on after a call on it was cut off: answers are late by one."""
+
+    late: tuple = ()
+
+    async def get_many(self, keys):
+        answer = await super().get_many(keys)
+        try:
+            await anyio.sleep(0.001)
+        except BaseException:
+            self.late = (answer,)
+            raise
+        if self.late and len(self.late[0]) == len(answer):
+            (answer,), self.late = self.late, (answer,)
+        return answer
+
+
 class ClosesOnce(MemoryStore):
     async def aclose(self):
         assert not self._closed, "closed twice"
@@ -128,6 +194,14 @@ class ClosesOnce(MemoryStore):
         (SharesAnAnswer, "each other"),
         (CountsNothing, "hits"),
         (OnlyGrows, "bytes must be 0"),
+        (CutsAtAMegabyte, "4 MiB"),
+        (AsksAHundred, "1000 keys"),
+        (ForgetsTheKind, "kind, model or fingerprint"),
+        (ForgetsTheModel, "kind, model or fingerprint"),
+        (DeletesInTwoSteps, "whole value or none"),
+        (CountsErrors, "errors must stay 0"),
+        (BreaksWhenCancelled, "work on after cancelled calls"),
+        (MixesWhenCancelled, "own key|cancelled"),
         (ClosesOnce, "closed twice"),
     ],
 )

@@ -440,11 +440,27 @@ async def test_what_the_store_drops_is_counted_once() -> None:
 async def test_with_an_open_breaker_values_are_dropped_before_they_are_encoded() -> None:
     tier = make(MemoryStore(ROOM), clock=HandClock())
     for _ in range(3):
-        tier.breaker.fail()
+        tier._write_guard.breaker.fail()
     async with running(tier):
         tier.offer([pending("a", b"A", lambda _: pytest.fail("encoded"))])
         await tier.drain(5)
         assert (tier.counters()["dropped"], tier.counters()["written"]) == (1, 0)
+
+
+async def test_a_store_that_takes_no_writes_is_still_read() -> None:
+    """B26: a full or read-only store costs the writes, counted, and nothing else."""
+    store = SharedMemory()
+    await store.put_many([("a", b"A")])
+    store.failing.add("put_many")
+    tier = make(store, clock=HandClock())
+    async with running(tier):
+        for index in range(10):
+            tier.offer([pending(f"key {index}", b"x")])
+            await tier.drain(5)
+        assert await tier.get_many(["a"]) == [b"A"]
+        counters = tier.counters()
+        assert (counters["dropped"], counters["errors"]) == (10, 3)
+        assert (counters["breaker"], counters["write_breaker"]) == ("closed", "open")
 
 
 async def test_the_writer_comes_back_after_any_exception(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,7 +514,8 @@ async def test_draining_without_a_writer_ends_too() -> None:
 
 async def test_after_an_invalidation_nothing_queued_arrives() -> None:
     """B20: what waits, and what is encoded but has not left, is void; it does not count as dropped."""
-    store = MemoryStore(ROOM)
+    store = Gated()
+    store.gate.set()
     tier = make(store)
     begun, go_on = asyncio.Event(), False
     loop = asyncio.get_running_loop()
@@ -510,14 +527,15 @@ async def test_after_an_invalidation_nothing_queued_arrives() -> None:
         return b"old"
 
     async with running(tier):
-        tier.offer([pending("a", b"old", slow)])
+        tier.offer([pending("a", b"old", slow), pending("d", b"old")])
         await begun.wait()
         tier.offer([pending("b", b"old")])
         tier.void()
         tier.offer([pending("a", b"new"), pending("c", b"new")])
         go_on = True
         assert await tier.drain(5) == 0
-        assert await tier.get_many(["a", "b", "c"]) == [b"new", None, b"new"]
+        assert await tier.get_many(["a", "b", "c", "d"]) == [b"new", None, b"new", None]
+        assert store.writes == [["a", "c"]]
         counters = tier.counters()
         assert (counters["written"], counters["dropped"], counters["pending_bytes"]) == (2, 0, 0)
 

@@ -9,10 +9,21 @@ from hypothesis import strategies as st
 
 from kitelib.abc import Codec
 from kitelib.errors import ConfigError, FormatError
-from kitelib.upcycle.codec import ITEM_BYTES, codec_named, get_codec
+from kitelib.upcycle.codec import ITEM_BYTES, codec_named, get_codec, is_lossless
 
-NAMES = ["raw/none", "raw/zstd", "paged_kvcache_v2/none", "paged_kvcache_v2/zstd"]
+NAMES = ["raw/none", "raw/zstd", "paged_kvcache_v2/none", "paged_kvcache_v2/zstd", "paged_kvcache_v2/entropy"]
+LOSSY = ["int8_kv/none", "int8_kv/zstd", "fp16_quant/none", "fp16_quant/zstd"]
 SPLIT = codec_named("paged_kvcache_v2/zstd")
+
+
+def encode(codec: Codec, data: np.ndarray, dtype: str) -> bytes:
+    """What the codec stores of flat data."""
+    return bytes(codec.encode(data, dtype, (len(data) // ITEM_BYTES[dtype],)))
+
+
+def decode(codec: Codec, blob: bytes, num_bytes: int, dtype: str) -> np.ndarray:
+    """The flat data that it gives back."""
+    return codec.decode(blob, num_bytes, dtype, (num_bytes // ITEM_BYTES.get(dtype, 1),))
 
 
 def normal(num_elements: int, dtype: str = "float16") -> np.ndarray:
@@ -29,14 +40,15 @@ def test_round_trip(name, dtype, raw, repeat):
     raw = raw[: len(raw) // ITEM_BYTES[dtype] * ITEM_BYTES[dtype]] * (20 if repeat else 1)
     data = np.frombuffer(raw, np.uint8)
     codec = codec_named(name)
-    decoded = codec.decode(bytes(codec.encode(data, dtype)), len(data), dtype)
+    decoded = decode(codec, encode(codec, data, dtype), len(data), dtype)
     assert decoded.tobytes() == raw
     assert not decoded.flags.writeable
 
 
 def test_codecs_keep_the_contract():
-    for name in NAMES:
+    for name in NAMES + LOSSY:
         codec = codec_named(name)
+        assert is_lossless(name) == (name in NAMES)
         assert isinstance(codec.name, str)
         assert codec.name == name
         typed: Codec = codec
@@ -46,15 +58,15 @@ def test_codecs_keep_the_contract():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_splitting_makes_floats_smaller(dtype):
     data = normal(20_000, dtype)
-    split = len(SPLIT.encode(data, dtype))
-    whole = len(codec_named("raw/zstd").encode(data, dtype))
+    split = len(encode(SPLIT, data, dtype))
+    whole = len(encode(codec_named("raw/zstd"), data, dtype))
     assert split < 0.9 * len(data)
     assert split < whole
 
 
 def test_mantissa_plane_is_stored_as_it_is():
     data = normal(5000)
-    blob = bytes(SPLIT.encode(data, "float16"))
+    blob = encode(SPLIT, data, "float16")
     methods = [method for method, _ in struct.iter_unpack("<B7xQ", blob[8:40])]
     assert blob[0] == 2
     assert methods == [0, 1]
@@ -62,23 +74,24 @@ def test_mantissa_plane_is_stored_as_it_is():
 
 
 def test_quantized_blocks_are_not_split():
-    assert bytes(SPLIT.encode(np.zeros(64, np.uint8), "uint8"))[0] == 1
+    assert encode(SPLIT, np.zeros(64, np.uint8), "uint8")[0] == 1
 
 
 def test_uncompressed_decoding_copies_nothing():
     data = normal(1000)
     for name in ("raw/none", "paged_kvcache_v2/none"):
-        blob = bytes(codec_named(name).encode(data, "float16"))
-        assert np.shares_memory(codec_named(name).decode(blob, len(data), "float16"), np.frombuffer(blob, np.uint8))
-        assert np.shares_memory(np.frombuffer(codec_named(name).encode(data, "float16"), np.uint8), data)
+        codec = codec_named(name)
+        blob = encode(codec, data, "float16")
+        assert np.shares_memory(decode(codec, blob, len(data), "float16"), np.frombuffer(blob, np.uint8))
+        assert np.shares_memory(np.frombuffer(codec.encode(data, "float16", (1000,)), np.uint8), data)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_another_size_is_refused(name):
-    blob = bytes(codec_named(name).encode(normal(500), "float16"))
+    blob = encode(codec_named(name), normal(500), "float16")
     for size in (0, 2, 998, 1002, 2000):
         with pytest.raises(FormatError):
-            codec_named(name).decode(blob, size, "float16")
+            decode(codec_named(name), blob, size, "float16")
 
 
 def split_blob(*planes: tuple[int, bytes]) -> bytes:
@@ -123,7 +136,7 @@ NO_SIZE = frame(HALF, write_content_size=False)
 )
 def test_damaged_planes_are_refused(blob, reason):
     with pytest.raises(FormatError, match=reason):
-        SPLIT.decode(blob, 200, "float16")
+        decode(SPLIT, blob, 200, "float16")
 
 
 def test_a_wide_window_is_refused_before_it_is_allocated():
@@ -131,7 +144,7 @@ def test_a_wide_window_is_refused_before_it_is_allocated():
     # Magic, no single segment, 8 bytes of content size, window 2**31, content size 100; there is no block to read.
     header = b"\x28\xb5\x2f\xfd" + bytes([0b1100_0000, (31 - 10) << 3]) + (100).to_bytes(8, "little")
     with pytest.raises(FormatError, match="window"):
-        SPLIT.decode(split_blob((0, HALF), (1, header)), 200, "float16")
+        decode(SPLIT, split_blob((0, HALF), (1, header)), 200, "float16")
 
 
 def test_unknown_names_are_refused():
@@ -140,9 +153,9 @@ def test_unknown_names_are_refused():
     with pytest.raises(FormatError, match="codec 'pickle/none' is unknown"):
         codec_named("pickle/none")
     with pytest.raises(FormatError, match="float17"):
-        SPLIT.encode(np.zeros(4, np.uint8), "float17")
+        SPLIT.encode(np.zeros(4, np.uint8), "float17", (2,))
     with pytest.raises(FormatError, match="whole number"):
-        SPLIT.decode(b"", 3, "float16")
+        SPLIT.decode(b"", 3, "float16", (1,))
 
 
 def test_threads_share_a_codec():
@@ -151,9 +164,10 @@ def test_threads_share_a_codec():
 
     def use(index: int) -> None:
         for _ in range(20):
-            blob = SPLIT.encode(data[index], "float16")
-            if not np.array_equal(SPLIT.decode(blob, len(data[index]), "float16"), data[index]):
-                wrong.append(index)
+            for codec in (SPLIT, codec_named("paged_kvcache_v2/entropy")):
+                blob = encode(codec, data[index], "float16")
+                if not np.array_equal(decode(codec, blob, len(data[index]), "float16"), data[index]):
+                    wrong.append(index)
 
     threads = [threading.Thread(target=use, args=(index,)) for index in range(8)]
     for thread in threads:

@@ -76,5 +76,5 @@ def test_every_span_has_one_fate_in_order_and_waiting_stays_within_the_patience(
 
 @pytest.mark.parametrize("compute_s", [0.0, 0.1, 4.0])
 def test_patience_is_a_small_share_of_what_computing_takes(compute_s: float) -> None:
-    assert patience(compute_s, measured=True) <= max(0.003, 0.05 * compute_s)
+    assert patience(compute_s, measured=True) <= max(0.005, 0.05 * compute_s)
     assert patience(compute_s, measured=False) >= patience(compute_s, measured=True)
