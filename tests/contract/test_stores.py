@@ -17,7 +17,7 @@ from kitelib.stores.memory import MemoryStore
 from kitelib.stores.redis import RedisStore
 from kitelib.stores.registry import open_stores
 from kitelib.stores.s3 import S3Store
-from kitelib.testing import FaultyStore, check_shared_store, check_store
+from kitelib.testing import check_shared_store, check_store
 from tests.support.installed import install
 from tests.support.redis_servers import RedisCluster, RedisServer
 
@@ -121,11 +121,6 @@ def s3(s3_server):
     return lambda place: S3Store(urls.setdefault(place, s3_server.new_url()), options=s3_server.options())
 
 
-@pytest.fixture
-def faulty_s3(s3):
-    return lambda place: FaultyStore(s3(place), lambda operation, call: None)
-
-
 @pytest.mark.parametrize("name", ["memory", "wrapped", "sqlite"])
 async def test_a_private_store_keeps_the_contract(name, request):
     await check_store(request.getfixturevalue(name))
@@ -137,7 +132,7 @@ async def test_a_shared_store_keeps_the_contract_of_stores(name, request):
     await check_store(lambda: make(f"fresh-{next(numbers)}"))
 
 
-@pytest.mark.parametrize("name", ["disk", "redis", "cluster", "s3", "faulty_s3"])
+@pytest.mark.parametrize("name", ["disk", "redis", "cluster", "s3"])
 async def test_a_shared_store_keeps_the_contract_of_shared_stores(name, request):
     await check_shared_store(request.getfixturevalue(name))
 

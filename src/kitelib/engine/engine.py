@@ -151,7 +151,7 @@ class KiteEngine:
             await self.pool.start(self._supervisor)
             backend = await self._door.run(self._loader.load, discard=lambda backend: backend.close())
             try:
-                await self.pool.use_model(backend.info.model_state)
+                await self.pool.use_model(backend.info.model_state, bitwise=backend.info.numerics == "bitwise")
             except BaseException:
                 backend.close()
                 raise
@@ -423,7 +423,7 @@ class KiteEngine:
                     with anyio.CancelScope(shield=True):
                         if backend.info.model_state != old.backend.info.model_state:
                             await self.pool.clear()
-                        await self.pool.use_model(backend.info.model_state)
+                        await self.pool.use_model(backend.info.model_state, bitwise=backend.info.numerics == "bitwise")
                     self._serve(backend)
                 else:
                     backend.close()

@@ -11,7 +11,17 @@ import numpy.typing as npt
 from kitelib.abc import Backend, ModelInfo
 from kitelib.engine.request import Branch, Request, Run
 from kitelib.engine.residency import RecentPrompts
-from kitelib.engine.results import Choice, Chunk, Divergence, FinishReason, Generation, ReuseReport, Timing, Usage
+from kitelib.engine.results import (
+    Choice,
+    Chunk,
+    Divergence,
+    Exactness,
+    FinishReason,
+    Generation,
+    ReuseReport,
+    Timing,
+    Usage,
+)
 from kitelib.engine.sampling import Sampler
 from kitelib.engine.text import TextStream
 
@@ -21,12 +31,16 @@ Post = Callable[[Callable[[], None]], None]
 
 
 class Outputs:
-    """Turns the logits of branches into tokens, text and results. `post` makes a call on the event loop."""
+    """Turns the logits of branches into tokens, text and results. `post` makes a call on the event loop; `rounded` says
+    that what the pool gives is not exact."""
 
-    def __init__(self, backend: Backend, token_text: Callable[[int], str], post: Post) -> None:
+    def __init__(
+        self, backend: Backend, token_text: Callable[[int], str], post: Post, *, rounded: bool = False
+    ) -> None:
         self._backend = backend
         self._token_text = token_text
         self._post = post
+        self._rounded = rounded
         self._recent = RecentPrompts()
 
     def new_branch(self, request: Request, index: int, run: Run) -> Branch:
@@ -144,8 +158,9 @@ class Outputs:
             source = request.prefix.logits_source or "memory"
             tiers[source] = tiers.get(source, 0) + cached - known
         tiers = {name: count for name, count in tiers.items() if count}
+        exactness: Exactness = "bitwise" if exact else "standard"
         return ReuseReport(
-            exactness="bitwise" if exact else "standard",
+            exactness="approximate" if self._rounded and cached else exactness,
             tiers=tiers,
             computed_tokens=len(request.prompt) - cached,
             zero_prefill=request.zero_prefill,

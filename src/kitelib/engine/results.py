@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-__all__ = ["Choice", "Chunk", "Divergence", "FinishReason", "Generation", "ReuseReport", "Timing", "Usage"]
+__all__ = ["Choice", "Chunk", "Divergence", "Exactness", "FinishReason", "Generation", "ReuseReport", "Timing", "Usage"]
 
 FinishReason = Literal["stop", "length", "cancelled"]
 Exactness = Literal["bitwise", "standard", "approximate"]

@@ -58,7 +58,7 @@ class Serving:
         )
         saver = Saver(backend, pool, recycler, planner, port.add)
         memory = ContextMemory(backend, saver, lambda: pool.epoch)
-        outputs = Outputs(backend, backend.token_text, port.add)
+        outputs = Outputs(backend, backend.token_text, port.add, rounded=config.kv_precision != "exact")
 
         def ask_pool(branch: Branch, block: int) -> None:
             async def look() -> None:

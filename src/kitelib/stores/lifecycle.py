@@ -162,17 +162,15 @@ class Lifecycle:
             return {}
         self._go_forward(name, (await self._read_epochs(name)).values())
         shared = self._shared
-        heard = 0
+        self._unheard.add(name)  # until it is known better, also if this call is cancelled
         for _ in range(_MAX_RAISES):
             epoch = self._go_forward(name, [self._epochs[name] + 1, at_least])
-            heard = await self._raise_lagging(name, dict.fromkeys(shared, -1))
+            self._to_purge.update({(tier, name): epoch for tier in shared})
+            if await self._raise_lagging(name, dict.fromkeys(shared, -1)):
+                self._unheard.discard(name)
             if self._epochs[name] == epoch:
                 break
             # A tier that could not be read turned out to be ahead: its units have to become stale as well.
-        if not heard:
-            self._unheard.add(name)
-        for tier in shared:
-            self._to_purge[tier, name] = self._epochs[name]
         self._told[name] = max(self._told.get(name, 0), at_least)
         self._tell(name)
         deleted = await asyncio.gather(*[self.purge_stale(tier, name) for tier in shared])

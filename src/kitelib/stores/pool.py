@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import anyio
 
-from kitelib.abc import Codec
 from kitelib.config import PoolConfig
 from kitelib.errors import FormatError, InvalidRequestError, StoreError
 from kitelib.fingerprint import FINGERPRINT_BYTES, store_key
@@ -24,6 +23,7 @@ from kitelib.fingerprint.chain import model_key
 from kitelib.runtime.limits import default_pool_bytes
 from kitelib.runtime.supervisor import Supervisor
 from kitelib.runtime.threads import ThreadDoor
+from kitelib.stores.forms import StoredForms
 from kitelib.stores.keys import unit_key
 from kitelib.stores.known import KnownKeys, most_recent
 from kitelib.stores.lifecycle import Lifecycle
@@ -32,7 +32,6 @@ from kitelib.stores.registry import open_stores
 from kitelib.stores.siblings import Siblings
 from kitelib.stores.tier import Pending, Tier
 from kitelib.stores.tiered import Span, Tiers
-from kitelib.upcycle.codec import get_codec
 from kitelib.upcycle.unit import Expectation, RecyclableUnit, inspect, pack, unpack
 
 __all__ = ["RUPool", "Wanted"]
@@ -102,7 +101,7 @@ class RUPool:
         self._own_key = unit_key(config.hmac_key, None, config.namespace_secret)
         self._known = KnownKeys(_KNOWN_KEYS, _KNOWN_S)
         self._promoting_bytes = 0
-        self._memory_codec = get_codec("raw", "none")
+        self._forms = StoredForms(config)
         self.decode_s_per_byte = 1e-9  # of stored bytes into checked units; measured as units are read
 
     # Opening and closing
@@ -115,8 +114,10 @@ class RUPool:
         if self.tiers.tiers:
             supervisor.keep("lifecycle", self._lifecycle.run)
 
-    async def use_model(self, model_state: bytes) -> None:
-        """Takes the epoch of a model from the tiers; to be called whenever another model is served."""
+    async def use_model(self, model_state: bytes, *, bitwise: bool = True) -> None:
+        """Takes the epoch of a model from the tiers; to be called whenever another model is served. `bitwise` says
+        that its numerics are."""
+        self._forms.bitwise = bitwise
         self._model = model_key(model_state)
         if self.tiers.tiers:
             self.epoch = await self._lifecycle.use_model(self._model)
@@ -240,6 +241,9 @@ class RUPool:
                 return units, wanted
             if unit.epoch < self.epoch:
                 break  # written before the pool was cleared
+            if not self._forms.accepts(unit):
+                _LOG.warning("dropped a unit: its codec %r is lossy, and lossy units were not asked for", unit.codec)
+                return units, wanted
             units.append(unit)
             num_bytes += len(value)
         if authenticate and num_bytes > 2**16:
@@ -277,8 +281,7 @@ class RUPool:
     def encode(self, unit: RecyclableUnit) -> tuple[str, bytes]:
         """Key and stored form of a unit in process memory. Any thread."""
         key = store_key(model_key(unit.model_state), unit.kind, unit.cf)
-        # Half-precision KV of natural text only shrinks by a sixth, so compressing for memory costs more than it gains.
-        return key, pack(unit, self._memory_codec)
+        return key, pack(unit, self._forms.in_memory(unit))
 
     async def put_units(self, units: Sequence[RecyclableUnit], epoch: int, root: bytes = b"") -> None:
         """Encodes and stores units, unless the pool was cleared since they were computed."""
@@ -311,12 +314,7 @@ class RUPool:
 
     def _outer_form(self, unit: RecyclableUnit, key: bytes | None, tier: Tier) -> bytes:
         """The stored form of a unit in an outer tier. In a thread."""
-        return pack(unit, self._outer_codec(unit), hmac_key=key)
-
-    def _outer_codec(self, unit: RecyclableUnit) -> Codec:
-        if unit.kind != "kv":
-            return get_codec("raw", "none")
-        return get_codec("paged_kvcache_v2", "none" if self._config.codec in ("none", "auto") else self._config.codec)
+        return pack(unit, self._forms.outside(unit, tier), hmac_key=key)
 
     # Managing
 
@@ -426,6 +424,8 @@ class RUPool:
                 continue
             try:
                 unit = inspect(value, hmac_key=self._own_key)
+                if not self._forms.accepts(unit):
+                    continue
                 form = self.encode(unit)
             except FormatError:
                 continue

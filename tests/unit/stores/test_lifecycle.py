@@ -183,6 +183,21 @@ async def test_a_tier_that_turns_out_to_be_ahead_is_gone_past(clock: HandClock) 
     assert (process.lifecycle.epoch, redis.epochs[MODEL]) == (6, 6)
 
 
+async def test_an_invalidation_that_is_cancelled_halfway_is_completed_later(clock: HandClock) -> None:
+    """B12, B20: whoever asked may give up; the invalidation does not."""
+    redis = SharedMemory(clock)
+    process = Process(clock, redis=redis)
+    await process.lifecycle.use_model(MODEL)
+    await redis.put_many(stored(0))
+    redis.delays["raise_epoch"] = 3600.0
+    with anyio.move_on_after(0.02):
+        await process.lifecycle.raise_epoch()
+    redis.delays.clear()
+    assert len(redis.inner.keys()) == 4
+    await process.lifecycle.check()
+    assert (process.lifecycle.epoch, redis.epochs[MODEL], redis.inner.keys()) == (1, 1, [])
+
+
 async def test_a_plain_store_takes_no_part(clock: HandClock) -> None:
     process = Process(clock, vault=MemoryStore(2**20), redis=SharedMemory(clock))
     await process.lifecycle.use_model(MODEL)

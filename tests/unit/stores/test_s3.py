@@ -1,7 +1,11 @@
 """The S3 store against a real server over HTTP."""
 
 import asyncio
+import gc
+import os
 import random
+import subprocess
+import sys
 import time
 
 import anyio
@@ -87,13 +91,19 @@ async def test_an_upload_that_ends_early_leaves_no_value(make, s3_proxy):
 async def test_moving_big_values_does_not_hold_the_loop_up(make, loop_gap):
     store = make()
     value = bytes(40 * 2**20)
+    small = value[:370_000]
     await store.warm()
-    async with loop_gap() as gap:
-        await store.put_many([(key(0), value)] + [(key(number), value[:370_000]) for number in range(1, 30)])
-        found = await store.get_many([key(number) for number in range(30)])
+    gc.collect()
+    gc.disable()  # a full collection of the interpreter's own takes longer than all of this
+    try:
+        async with loop_gap() as gap:
+            await store.put_many([(key(0), value)] + [(key(number), small) for number in range(1, 30)])
+            found = await store.get_many([key(number) for number in range(30)])
+    finally:
+        gc.enable()
     assert [len(each) for each in found] == [len(value)] + [370_000] * 29
     assert gap.turns > 20
-    assert gap.longest_cpu_s < 0.025
+    assert gap.longest_cpu_s < 0.01
 
 
 async def test_objects_too_big_for_a_unit_are_misses_before_anything_is_allocated(make, monkeypatch, s3_proxy):
@@ -281,6 +291,36 @@ async def test_random_cancellations_never_mix_values(make):
     assert cut_off > 100
     assert await store.get_many(list(values)) == list(values.values())
     assert (await store.stats()).errors == 0
+
+
+async def test_another_process_finds_what_this_one_wrote(make, s3_server):
+    """B6: where a value lies depends on its key alone, not on the process that asks."""
+    url = s3_server.new_url()
+    store = make(url)
+    await store.put_many([(key(0), b"value"), ("other key", b"other")])
+    await store.raise_epoch("model", 6)
+    code = f"""
+import anyio
+from kitelib.stores.s3 import S3Store
+
+async def main():
+    store = S3Store({url!r}, options={s3_server.options()!r})
+    print(await store.get_many([{key(0)!r}, "other key"]), await store.get_epoch("model"))
+
+anyio.run(main)
+"""
+    for seed in ("1", "2"):
+        run = [sys.executable, "-c", code]
+        done = await anyio.run_process(run, env=os.environ | {"PYTHONHASHSEED": seed}, stderr=subprocess.STDOUT)
+        assert done.stdout.decode().strip() == "[b'value', b'other'] 6"
+
+
+async def test_values_whose_fingerprints_begin_alike_are_apart(make):
+    """B24: the whole fingerprint is the identity, here as everywhere."""
+    store = make()
+    keys = [store_key("0123456789abcdef", "kv", bytes(24) + number.to_bytes(8, "big")) for number in range(20)]
+    await store.put_many([(each, each.encode()) for each in keys[::2]])
+    assert await store.get_many(keys) == [each.encode() if at % 2 == 0 else None for at, each in enumerate(keys)]
 
 
 async def test_a_closed_store_is_a_store_error(make):

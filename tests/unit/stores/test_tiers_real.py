@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
-import pytest
 
 from kitelib.abc import SharedStore
 from kitelib.config import TierThresholds
@@ -30,13 +28,6 @@ from tests.support.units import INFO, units_of
 
 MODEL = model_key(INFO.model_state)
 COLD_S = 7 * 86400.0
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis")).start()
-    yield server
-    server.stop()
 
 
 def stored(first_token: int, *, epoch: int = 0) -> dict[str, bytes]:
@@ -96,15 +87,14 @@ class Process:
 
 
 async def test_a_fleet_shares_what_one_wrote_until_one_invalidates(
-    tmp_path: Path, server: RedisServer, s3_server: S3Server
+    tmp_path: Path, redis_server: RedisServer, s3_server: S3Server
 ) -> None:
     """B18, B20: written by one process, found by the other, invalidated by either for both, on every tier."""
-    server.call("FLUSHALL")
     bucket, values = s3_server.new_url(), stored(0)
     keys = list(values)
     async with (
-        Process(tmp_path / "a", server, s3_server, bucket) as ours,
-        Process(tmp_path / "b", server, s3_server, bucket) as theirs,
+        Process(tmp_path / "a", redis_server, s3_server, bucket) as ours,
+        Process(tmp_path / "b", redis_server, s3_server, bucket) as theirs,
     ):
         await ours.write(values)
         assert await ours.found(keys) == (["disk"], list(values.values()))
@@ -120,20 +110,21 @@ async def test_a_fleet_shares_what_one_wrote_until_one_invalidates(
         await theirs.write(fresh)
         await ours.lifecycle.check()
         assert await ours.found(keys) == (["redis"], list(fresh.values()))
-    async with Process(tmp_path / "c", server, s3_server, bucket) as new:
+    async with Process(tmp_path / "c", redis_server, s3_server, bucket) as new:
         assert new.lifecycle.epoch == 1
 
 
-async def test_cold_units_go_to_s3_and_come_back(tmp_path: Path, server: RedisServer, s3_server: S3Server) -> None:
-    server.call("FLUSHALL")
+async def test_cold_units_go_to_s3_and_come_back(
+    tmp_path: Path, redis_server: RedisServer, s3_server: S3Server
+) -> None:
     bucket, values = s3_server.new_url(), stored(0)
     keys = list(values)
-    async with Process(tmp_path / "a", server, s3_server, bucket) as ours:
+    async with Process(tmp_path / "a", redis_server, s3_server, bucket) as ours:
         await ours.write(values)
         assert await ours.lifecycle.archive_cold() == 0
-    async with Process(tmp_path / "a", server, s3_server, bucket, days=8) as later:
+    async with Process(tmp_path / "a", redis_server, s3_server, bucket, days=8) as later:
         assert await later.lifecycle.archive_cold() == 2 * len(keys)
-        assert server.call("DBSIZE") <= 1  # nothing, or the epoch
+        assert redis_server.call("DBSIZE") <= 1  # nothing, or the epoch
         assert await later.found(keys) == (["s3"], list(values.values()))
         assert await later.tiers.drain(10) == 0
         assert await later.found(keys) == (["disk"], list(values.values()))
@@ -141,18 +132,17 @@ async def test_cold_units_go_to_s3_and_come_back(tmp_path: Path, server: RedisSe
 
 
 async def test_a_server_that_stops_answering_costs_its_timeout_and_then_nothing(
-    tmp_path: Path, server: RedisServer, s3_server: S3Server
+    tmp_path: Path, redis_server: RedisServer, s3_server: S3Server
 ) -> None:
     """B28: timeouts and a breaker; what the disk has is found all the same."""
-    server.call("FLUSHALL")
     values = stored(0)
     keys = list(values)
-    async with Process(tmp_path / "a", server, s3_server, s3_server.new_url()) as ours:
+    async with Process(tmp_path / "a", redis_server, s3_server, s3_server.new_url()) as ours:
         await ours.write(dict(list(values.items())[:4]))
         await ours.tiers.tiers[1].background.put_many(list(values.items()))
         assert (await ours.found(keys))[0] == ["disk", "redis"]
         redis = ours.tiers.tiers[1]
-        server.pause()
+        redis_server.pause()
         try:
             with anyio.fail_after(30):
                 while redis.breaker.state == "closed":
@@ -162,7 +152,7 @@ async def test_a_server_that_stops_answering_costs_its_timeout_and_then_nothing(
                 assert (await ours.found(keys))[1] == list(values.values())[:4]
             assert redis.counters()["errors"] <= calls + 1  # a probe at most
         finally:
-            server.resume()
+            redis_server.resume()
         with anyio.fail_after(30):
             while (await ours.found(keys))[0] != ["disk", "redis"]:
                 await asyncio.sleep(0.05)

@@ -123,7 +123,7 @@ def test_channels_make_it_smaller_than_planes_and_than_flat_data(dtype):
     data = kv_like(shape, dtype)
     sizes = [len(CODEC.encode(data, dtype, given)) for given in (shape, (data.size // 2,))]
     planes = len(get_codec("paged_kvcache_v2", "zstd").encode(data, dtype, shape))
-    assert sizes[0] < 0.97 * sizes[1]
+    assert sizes[0] < 0.98 * sizes[1]
     assert sizes[1] < 1.01 * planes
 
 
