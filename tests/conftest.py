@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["tests.support.collection", "tests.support.event_loop", "tests.support.fixtures", "tests.support.s3_fixtures", "tests.support.redis_fixtures"]
+pytest_plugins = [
+    "tests.support.collection",
+    "tests.support.event_loop",
+    "tests.support.fixtures",
+    "tests.support.s3_fixtures",
+    "tests.support.redis_fixtures",
+]
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ enum {
 enum { KITE_BFLOAT16 = 7, KITE_FLOAT16 = 10 };
 
 /* Which machine code runs. All give the same bytes. KITE_BEST takes the fastest that this CPU has. */
-enum { KITE_BEST = -1, KITE_PLAIN = 0, KITE_AVX2 = 1 };
+enum { KITE_BEST = -1, KITE_PLAIN = 0, KITE_AVX2 = 1, KITE_AVX512 = 2 };
 
 KITE_API uint32_t kite_abi(void);
 

@@ -69,7 +69,7 @@ typedef struct {
 extern const kv_kernels kv_plain;
 #if defined(__x86_64__) && defined(__GNUC__)
 #define KITE_HAS_AVX2 1
-extern const kv_kernels kv_avx2;
+extern const kv_kernels kv_avx2, kv_avx512;
 #endif
 
 /* Returns 0 for a shape or kernel that can't be. */

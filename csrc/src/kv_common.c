@@ -13,16 +13,23 @@ uint32_t kite_abi(void) { return KITE_ABI; }
 
 int32_t kite_best_kernel(void) {
 #ifdef KITE_HAS_AVX2
-    if (__builtin_cpu_supports("avx2")) return KITE_AVX2;
-#endif
+    if (!__builtin_cpu_supports("avx2")) return KITE_PLAIN;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        return KITE_AVX512;
+    return KITE_AVX2;
+#else
     return KITE_PLAIN;
+#endif
 }
 
 const kv_kernels *kv_choose(int32_t kernel) {
-    if (kernel == KITE_BEST) kernel = kite_best_kernel();
+    int32_t best = kite_best_kernel();
+    if (kernel == KITE_BEST) kernel = best;
     if (kernel == KITE_PLAIN) return &kv_plain;
 #ifdef KITE_HAS_AVX2
-    if (kernel == KITE_AVX2 && __builtin_cpu_supports("avx2")) return &kv_avx2;
+    if (kernel == KITE_AVX2 && best >= KITE_AVX2) return &kv_avx2;
+    if (kernel == KITE_AVX512 && best >= KITE_AVX512) return &kv_avx512;
 #endif
     return NULL;
 }

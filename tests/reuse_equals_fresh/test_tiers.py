@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,12 @@ async def expected(cold_engine: KiteEngine) -> dict[int, Any]:
 
 
 @pytest.fixture(scope="module")
-async def filled(
-    smollm2_path: Path, kite_cache: Path, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Path]:
+async def filled(smollm2_path: Path, kite_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A disk tier that another process has filled."""
     folder = tmp_path_factory.mktemp("filled")
     prompts = [*(prompt_of(length, seed=7) for length in LENGTHS), LONG]
     await write_in_another_process(smollm2_path, kite_cache, {"disk": str(folder)}, prompts, **SIZES)
-    yield folder
+    return folder
 
 
 @pytest.mark.usefixtures("patient")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import anyio
@@ -53,11 +53,11 @@ def with_store(make: Callable[[], SharedStore], use: Callable[[SharedStore], Any
     return anyio.run(run)
 
 
-def filled(make: Callable[[], SharedStore], items: Sequence[tuple[str, bytes]], **epochs: int) -> None:
+def filled(make: Callable[[], SharedStore], items: Iterable[tuple[str, bytes]], **epochs: int) -> None:
     """Puts values and epochs (by model key) into a store."""
 
     async def fill(store: SharedStore) -> None:
-        await store.put_many(items)
+        await store.put_many(list(items))
         for model, epoch in epochs.items():
             await store.raise_epoch(model, epoch)
 

@@ -138,8 +138,9 @@ def replay(
     trace: Trace, capacities: Sequence[int], *, ttl_s: float | None = None, progress: Callable[..., None]
 ) -> list[Result]:
     """Replays the trace at each capacity; `progress` gets what is being done and the done part."""
-    from kitelib.cli.replay import hits_of_belady, hits_of_lru, hits_of_store
+    from kitelib.cli.replay import hits_of_belady, hits_of_lru, hits_of_store, stand_ins
 
+    items = stand_ins(trace)
     results = []
     for capacity in capacities:
 
@@ -150,7 +151,7 @@ def replay(
             Result(
                 capacity,
                 capacity / trace.num_distinct,
-                hits_of_store(trace, capacity, ttl_s=ttl_s, progress=during("KITE")),
+                hits_of_store(trace, items, capacity, ttl_s=ttl_s, progress=during("KITE")),
                 hits_of_lru(trace, capacity, progress=during("LRU")),
                 hits_of_belady(trace, capacity, progress=during("Belady")),
             )

@@ -42,8 +42,8 @@ examples:
   kite pool ls --kind kv --sort size --disk /var/cache/kite
   kite pool ls --limit 0 --json | jq '.units[].key'
 
-cf: start of the fingerprint. age: since it was written. idle: since it was last read or written; a tier that does
-not know when a unit was read counts from its writing."""
+cf: start of the fingerprint. age: since it was written; Redis does not know, so there it is since the unit was made.
+idle: since it was last read or written; S3 does not know when a unit was read, so there it is since its writing."""
 
 _GET_EXAMPLES = """\
 examples:

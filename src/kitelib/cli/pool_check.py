@@ -16,7 +16,7 @@ from kitelib.abc import SharedStore
 from kitelib.cli.pool_filters import Filter, filter_of, printable
 from kitelib.cli.pool_tiers import MAX_VALUE_BYTES, Found, Tier, on_all_tiers, open_tiers, problems, read_values, scan
 from kitelib.cli.screen import LoadProgress, is_terminal
-from kitelib.errors import ConfigError, FormatError
+from kitelib.errors import ConfigError, FormatError, StoreError
 from kitelib.fingerprint import model_key, short, store_key
 from kitelib.runtime.threads import ThreadDoor
 from kitelib.stores.keys import unit_key
@@ -119,6 +119,7 @@ class _Verifier:
         self._report = report
         self._keys = keys
         self._fix = fix
+        self._failure: StoreError | None = None
         self._door = ThreadDoor(2)
         self._one_large = anyio.Lock()
         self._batches = anyio.CapacityLimiter(_BATCHES_AT_ONCE)
@@ -133,8 +134,17 @@ class _Verifier:
         async for page in scan(self._store):
             async with anyio.create_task_group() as tasks:
                 for batch in _in_batches([found for found in page if which.fits(found, 0.0)]):
-                    tasks.start_soon(self._check_batch, batch)
+                    tasks.start_soon(self._try_batch, batch)
+            if self._failure is not None:
+                raise self._failure
         self._progress.clear()
+
+    async def _try_batch(self, batch: list[Found]) -> None:
+        # A task group would wrap what it raises; the other batches of the page are checked all the same.
+        try:
+            await self._check_batch(batch)
+        except StoreError as error:
+            self._failure = error
 
     async def _check_batch(self, batch: list[Found]) -> None:
         large = any(found.item.num_bytes > _LARGE_BYTES for found in batch)

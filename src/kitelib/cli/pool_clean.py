@@ -14,7 +14,7 @@ import anyio
 
 from kitelib.abc import SharedStore
 from kitelib.cli.pool_filters import Filter, filter_of, format_bytes
-from kitelib.cli.pool_tiers import Found, Tier, on_all_tiers, open_tiers, problems, scan, with_heads
+from kitelib.cli.pool_tiers import Found, Tier, on_all_tiers, open_tiers, problems, scan, with_heads, with_times
 from kitelib.cli.screen import LoadProgress, is_terminal
 from kitelib.errors import ConfigError, StoreError
 
@@ -65,7 +65,9 @@ async def _evict(tiers: list[Tier], reports: Mapping[str, _Report], which: Filte
     async def one(tier: Tier, store: SharedStore) -> None:
         report, seen = reports[tier.name], 0
         async for page in scan(store):
-            chosen = [found for found in page if which.fits(found, now)]
+            chosen = [found for found in page if which.ageless.fits(found, now)]
+            if which.older_than_s is not None:
+                chosen = [found for found in await with_times(store, chosen) if which.fits(found, now)]
             if args.freshness:
                 chosen = [found for found in await with_heads(store, chosen) if await epochs.stale(found)]
             for start in range(0, len(chosen), _DELETE_AT_ONCE):

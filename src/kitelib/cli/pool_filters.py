@@ -18,7 +18,7 @@ _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Filter:
-    """Units that meet all of what is set. A time that a store does not know meets no bound.
+    """Units that meet all of what is set. A time that is not known meets no bound.
 
     Attributes:
         model: start of the model's key; "" means any.
@@ -35,12 +35,17 @@ class Filter:
     def __bool__(self) -> bool:
         return self != Filter()
 
+    @property
+    def ageless(self) -> Filter:
+        """The same without `older_than_s`, the only part that may need a unit's head."""
+        return dataclasses.replace(self, older_than_s=None)
+
     def fits(self, found: Found, now: float) -> bool:
         """Whether the filter means this value, at the time `now`, seconds since 1970."""
         return (
             found.model.startswith(self.model)
             and self.kind in (None, found.kind)
-            and _passed(found.item.written_at, self.older_than_s, now)
+            and _passed(found.written_at, self.older_than_s, now)
             and _passed(found.used_at, self.idle_s, now)
         )
 

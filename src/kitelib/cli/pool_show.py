@@ -16,7 +16,17 @@ import anyio
 from kitelib.abc import SharedStore
 from kitelib.cli.pool_check import check_value
 from kitelib.cli.pool_filters import Filter, age, filter_of, format_age, format_bytes, printable
-from kitelib.cli.pool_tiers import Found, Tier, on_all_tiers, open_tiers, problems, read_values, scan, with_heads
+from kitelib.cli.pool_tiers import (
+    Found,
+    Tier,
+    on_all_tiers,
+    open_tiers,
+    problems,
+    read_values,
+    scan,
+    with_heads,
+    with_times,
+)
 from kitelib.cli.table import format_table
 from kitelib.errors import ConfigError, FormatError
 from kitelib.upcycle.unit import RecyclableUnit
@@ -142,7 +152,7 @@ def _total(tier: Tier, groups: Mapping[Any, _Group]) -> str:
 
 _SORT_KEYS: Final[Mapping[str, Callable[[Found], float]]] = {
     "used": lambda found: found.used_at or 0.0,
-    "written": lambda found: found.item.written_at or 0.0,
+    "written": lambda found: found.written_at or 0.0,
     "size": lambda found: found.item.num_bytes,
 }
 
@@ -175,7 +185,10 @@ async def _greatest(store: SharedStore, which: Filter, sort: str, limit: int, no
     """The first `limit` units of the order (0: all); no more than those are held."""
     best: list[Found] = []
     async for page in scan(store):
-        best += [found for found in page if which.fits(found, now)]
+        fitting = [found for found in page if which.ageless.fits(found, now)]
+        if which.older_than_s is not None or sort == "written":
+            fitting = [found for found in await with_times(store, fitting) if which.fits(found, now)]
+        best += fitting
         if limit:
             best = heapq.nlargest(limit, best, key=_SORT_KEYS[sort])
     return best
@@ -209,7 +222,7 @@ def _ls_text(every: list[tuple[Tier, Found]], now: float) -> str:
             "-" if found.head is None else str(found.head.num_tokens),
             format_bytes(found.item.num_bytes),
             "-" if found.head is None else str(found.head.epoch),
-            format_age(age(found.item.written_at, now)),
+            format_age(age(found.written_at, now)),
             format_age(age(found.used_at, now)),
             tier.name,
         )

@@ -28,6 +28,7 @@ __all__ = [
     "read_values",
     "scan",
     "with_heads",
+    "with_times",
 ]
 
 _KEY: Final = re.compile(r"kite:\{([0-9a-f]{4})\}:([0-9a-f]{16}):(kv|logits|completion|lora):(\1[0-9a-f]{60})")
@@ -80,6 +81,14 @@ class Found:
         """The value behind an item of a listing."""
         match = _KEY.fullmatch(item.key)
         return cls(item, match[2], match[3], match[4]) if match else cls(item, "", "", "")
+
+    @property
+    def written_at(self) -> float | None:
+        """When it was written, seconds since 1970. A store that does not know (Redis) leaves it to the unit to say when
+        it was made, which takes its head."""
+        if self.item.written_at is not None:
+            return self.item.written_at
+        return None if self.head is None else self.head.created_at
 
     @property
     def used_at(self) -> float | None:
@@ -181,6 +190,16 @@ async def with_heads(store: SharedStore, found: Sequence[Found]) -> list[Found]:
         heads = await store.get_heads([each.item.key for each in part], HEAD_BYTES)
         read += [dataclasses.replace(each, head=_head(raw)) for each, raw in zip(part, heads, strict=True)]
     return read
+
+
+async def with_times(store: SharedStore, found: Sequence[Found]) -> list[Found]:
+    """The same values, in any order, with the heads that it takes to know when each was written.
+
+    Raises:
+        StoreError: none of those could be read.
+    """
+    known = [each for each in found if each.item.written_at is not None]
+    return known + await with_heads(store, [each for each in found if each.item.written_at is None])
 
 
 async def read_values(store: SharedStore, found: Sequence[Found]) -> list[bytes | None]:

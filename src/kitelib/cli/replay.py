@@ -27,7 +27,16 @@ from kitelib.stores.memory import MemoryStore, entry_bytes
 from kitelib.upcycle.codec import get_codec
 from kitelib.upcycle.unit import HEAD_BYTES, MAX_TOKEN_IDS, RecyclableUnit, pack
 
-__all__ = ["Request", "Trace", "hits_of_belady", "hits_of_infinite", "hits_of_lru", "hits_of_store", "read_trace"]
+__all__ = [
+    "Request",
+    "Trace",
+    "hits_of_belady",
+    "hits_of_infinite",
+    "hits_of_lru",
+    "hits_of_store",
+    "read_trace",
+    "stand_ins",
+]
 
 Progress = Callable[[float], None]
 """Called now and then with the done part, 0 to 1."""
@@ -177,61 +186,61 @@ class _TraceClock:
         return self.now
 
 
-def hits_of_store(trace: Trace, capacity: int, *, ttl_s: float | None = None, progress: Progress | None = None) -> int:
+def hits_of_store(
+    trace: Trace,
+    items: Sequence[tuple[str, bytes]],
+    capacity: int,
+    *,
+    ttl_s: float | None = None,
+    progress: Progress | None = None,
+) -> int:
     """Hits of this package's `MemoryStore`, with room for `capacity` blocks.
 
-    The store gets the heads of real units, so that it knows what goes on from what; a head stands for a whole block.
+    Args:
+        items: `stand_ins` of the trace.
+        ttl_s: time to live, as in `MemoryStore`.
     """
     clock = _TraceClock()
-    keys, heads = _keys(trace), _Heads(trace)
-    store = MemoryStore(capacity * entry_bytes(keys[0], heads[0]), ttl_s=ttl_s, clock=clock)
+    store = MemoryStore(capacity * entry_bytes(*items[0]), ttl_s=ttl_s, clock=clock)
     hits = 0
     for request in _watched(trace, progress):
         clock.now = request.at_s
         run = 0
         for block in request.blocks:
-            if store.get(keys[block]) is None:
+            if store.get(items[block][0]) is None:
                 break
             run += 1
         for block in request.blocks[run:]:
-            store.put(keys[block], heads[block])
+            store.put(*items[block])
         hits += run
     return hits
 
 
-def _keys(trace: Trace) -> list[str]:
+def stand_ins(trace: Trace) -> list[tuple[str, bytes]]:
+    """Per block, the key and the head of a real unit, which tells a store what goes on from what; all of one size."""
+    ids = np.zeros(trace.block_tokens, np.uint32)
+    unit = RecyclableUnit(
+        kind="kv",
+        cf=end_fingerprint(_ROOT, ids),
+        parent=_ROOT,
+        token_ids=ids,
+        model_state=_MODEL_STATE,
+        epoch=0,
+        created_at=0.0,
+        layout="replay",
+        dtype="uint8",
+        shape=(0,),
+        data=np.zeros(0, np.uint8),
+    )
+    # The fixed part ends with the fingerprint, that of the parent and the model state: docs/format.md.
+    start = pack(unit, get_codec("raw", "none"))[: HEAD_BYTES - 96]
     model = model_key(_MODEL_STATE)
-    return [store_key(model, "kv", _fingerprint(block)) for block in range(trace.num_distinct)]
-
-
-def _fingerprint(block: int) -> Fingerprint:
-    return Fingerprint(hashlib.sha256(block.to_bytes(8, "little")).digest()) if block >= 0 else _ROOT
-
-
-class _Heads:
-    """The first bytes of a stored unit for each block; all of one length."""
-
-    def __init__(self, trace: Trace) -> None:
-        self._parents = trace.parents
-        ids = np.zeros(trace.block_tokens, np.uint32)
-        unit = RecyclableUnit(
-            kind="kv",
-            cf=end_fingerprint(_ROOT, ids),
-            parent=_ROOT,
-            token_ids=ids,
-            model_state=_MODEL_STATE,
-            epoch=0,
-            created_at=0.0,
-            layout="replay",
-            dtype="uint8",
-            shape=(0,),
-            data=np.zeros(0, np.uint8),
-        )
-        # The fixed part ends with the fingerprint, that of the parent and the model state: docs/format.md.
-        self._start = pack(unit, get_codec("raw", "none"))[: HEAD_BYTES - 96]
-
-    def __getitem__(self, block: int) -> bytes:
-        return self._start + _fingerprint(block) + _fingerprint(self._parents[block]) + _MODEL_STATE
+    cfs = [Fingerprint(hashlib.sha256(block.to_bytes(8, "little")).digest()) for block in range(trace.num_distinct)]
+    cfs.append(_ROOT)  # found at -1, the parent of first blocks
+    return [
+        (store_key(model, "kv", cf), start + cf + cfs[parent] + _MODEL_STATE)
+        for cf, parent in zip(cfs, trace.parents, strict=False)
+    ]
 
 
 def hits_of_lru(trace: Trace, capacity: int, *, progress: Progress | None = None) -> int:

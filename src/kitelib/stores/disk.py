@@ -212,7 +212,11 @@ class DiskStore:
     # Epochs
 
     async def get_epoch(self, name: str) -> int:
-        return await self._on(self._reads, lambda: read_epoch(self.folder, name) if self._reader.ready() else 0)
+        def read() -> int:
+            self._reader.ready()  # raises if the folder holds something else
+            return read_epoch(self.folder, name)
+
+        return await self._on(self._reads, read)
 
     async def raise_epoch(self, name: str, epoch: int) -> int:
         return await self._on(self._writes, lambda: write_epoch(self.folder, name, epoch))

@@ -1,16 +1,17 @@
-"""The in-process tier: values in memory, least recently used out first, bounded in real bytes."""
+"""The in-process tier: values in memory, those least worth their bytes out first, bounded in real bytes."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from kitelib.abc import Clock, StoreStats
-from kitelib.errors import ConfigError
+from kitelib.errors import ConfigError, FormatError
+from kitelib.stores.eviction import EvictionPolicy
+from kitelib.upcycle.unit import HEAD_BYTES, UnitHead, peek
 
 __all__ = ["ENTRY_BYTES", "MemoryStore", "entry_bytes"]
 
@@ -36,9 +37,9 @@ class _Entry(NamedTuple):
 class MemoryStore:
     """A `Store` in this process's memory.
 
-    The bound is never exceeded, not even for a moment: room is made before a value goes in. A value that doesn't fit
-    an empty store is dropped and counted, and what its key held before is gone. The index and the memory are one
-    structure, so a key is found exactly as long as its value is there.
+    The bound is never exceeded, not even for a moment: room is made before a value goes in, as `EvictionPolicy` says. A
+    value that doesn't fit an empty store is dropped and counted, and what its key held before is gone. The index, the
+    memory and the policy change together under one lock, so a key is found exactly as long as its value is there.
 
     `get`, `contains`, `put`, `delete`, `clear` and `counters` are for threads; the asynchronous methods do the same.
     Each operation holds the lock for a few dictionary operations, so both kinds may be called from anywhere.
@@ -58,20 +59,22 @@ class MemoryStore:
         self._ttl_s = ttl_s
         self._monotonic = time.monotonic if clock is None else clock.monotonic
         self._lock = threading.Lock()
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._clock = clock
+        self._entries: dict[str, _Entry] = {}
+        self._policy = EvictionPolicy(clock)
         self._bytes = 0
         self._closed = False
         self._hits = self._misses = self._evictions = self._dropped = 0
 
     def get(self, key: str) -> bytes | None:
-        """The value, which becomes the most recently used, or None."""
+        """The value, or None; a use that counts when room has to be made."""
         with self._lock:
             entry = self._live(key)
             if entry is None:
                 self._misses += 1
                 return None
             self._hits += 1
-            self._entries.move_to_end(key)
+            self._policy.touch(key)
             return entry.value
 
     def contains(self, key: str) -> bool:
@@ -80,18 +83,28 @@ class MemoryStore:
             return self._live(key) is not None
 
     def put(self, key: str, value: bytes) -> bool:
-        """Stores or replaces; False if the value was dropped because it is too big or the store is closed."""
+        """Stores or replaces; False if the value is not kept.
+
+        That is so if it is too big or the store is closed, which counts as dropped, or if it is less worth keeping
+        than what would have to go for it, which counts as an eviction.
+        """
         value = bytes(value)  # no copy for bytes; anything else must not change under the store, or pin more memory
         num_bytes = entry_bytes(key, value)
+        head = _head_of(value)
         with self._lock:
             self._remove(key)
             if self._closed or num_bytes > self.max_bytes:
                 self._dropped += 1
                 return False
+            # Added first, so that what the new value goes on from isn't given up for it.
+            self._policy.add(key, num_bytes, head=head)
             while self._bytes + num_bytes > self.max_bytes:
-                _, entry = self._entries.popitem(last=False)
-                self._bytes -= entry.num_bytes
+                victim = self._policy.victim()
                 self._evictions += 1
+                if victim is None or victim == key:
+                    self._policy.discard(key)
+                    return False
+                self._remove(victim)
             self._entries[key] = _Entry(value, num_bytes, self._monotonic())
             self._bytes += num_bytes
             return True
@@ -104,11 +117,13 @@ class MemoryStore:
     def clear(self) -> int:
         """Deletes everything; returns how many values that were."""
         with self._lock:
-            entries, self._entries, self._bytes = self._entries, OrderedDict(), 0
-        return len(entries)  # the memory itself is given back outside the lock
+            entries, self._entries, self._bytes = self._entries, {}, 0
+            policy, self._policy = self._policy, EvictionPolicy(self._clock)
+        del policy  # the memory itself is given back outside the lock
+        return len(entries)
 
     def keys(self) -> list[str]:
-        """All keys at this moment, the least recently used first."""
+        """All keys at this moment, in no particular order."""
         with self._lock:
             return list(self._entries)
 
@@ -166,5 +181,13 @@ class MemoryStore:
         entry = self._entries.pop(key, None)
         if entry is None:
             return False
+        self._policy.discard(key)
         self._bytes -= entry.num_bytes
         return True
+
+
+def _head_of(value: bytes) -> UnitHead | None:
+    try:
+        return peek(value[:HEAD_BYTES])
+    except FormatError:
+        return None

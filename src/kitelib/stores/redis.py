@@ -63,7 +63,8 @@ class RedisStore:
         replica_reads: whether `get_many`, `leading_run` and `get_heads` may ask replicas. A replica that lags is a
             miss. Epochs always come from the primary.
         clock: time source of the breakers and of `list_items`.
-        connections: most connections per server. Each may have one pipeline of 8 MiB, or one larger value, on its way.
+        connections: most connections per server. Each holds about 1.3 MiB of buffers and may have 1 MiB of values, or
+            two larger ones, on its way here, or 8 MiB on its way there.
 
     Raises:
         ConfigError: the URL or an option is wrong.
@@ -173,11 +174,11 @@ class RedisStore:
                 Command(key, (_exists(key),)),  # GETRANGE can't tell an empty value from none
             )
         ]
-        replies = await self._read(commands, "get_heads") if num_bytes > 0 else []
-        return [
-            head if isinstance(head, bytes) and there == 1 else None
-            for head, there in zip(replies[::2], replies[1::2], strict=True)
-        ]
+        replies = await self._route(commands, replica=self._replica_reads) if commands else []
+        pairs = list(zip(replies[::2], replies[1::2], strict=True))
+        failed = [next((each for each in pair if isinstance(each, Fault)), None) for pair in pairs]
+        self._check([fault for fault in failed if fault is not None], len(pairs), "get_heads")
+        return [head if isinstance(head, bytes) and there == 1 else None for head, there in pairs]
 
     async def list_items(self) -> AsyncIterator[list[StoredItem]]:
         await self._topology.ensure()
@@ -318,7 +319,10 @@ class RedisStore:
         """Counts failures; raises if nothing succeeded."""
         self._errors += len(faults)
         if faults and len(faults) == tried:
-            raise StoreError(f"{operation} at {self._name} failed: {faults[0]}")
+            hint = ""
+            if faults[0].code == "MOVED":
+                hint = "; it is a node of a cluster: use a redis+cluster:// URL"
+            raise StoreError(f"{operation} at {self._name} failed: {str(faults[0])[:300]}{hint}")
 
     @staticmethod
     def _value(reply: Reply) -> bytes | None:

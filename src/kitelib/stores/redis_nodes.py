@@ -14,10 +14,12 @@ from kitelib.stores.redis_fault import Fault, WireError
 from kitelib.stores.redis_url import Address
 from kitelib.stores.redis_wire import Dialer, Wire, pack
 
-__all__ = ["PIPELINE_BYTES", "Command", "Node", "Reply"]
+__all__ = ["AHEAD_BYTES", "PIPELINE_BYTES", "Command", "Node", "Reply"]
 
 PIPELINE_BYTES: Final = 8 * 2**20
 """Most bytes of values that one pipeline carries, as far as they are known before."""
+AHEAD_BYTES: Final = 2**20
+"""Values that may be on their way from one server at once, bytes; at least two values are."""
 _PIPELINE_COMMANDS: Final = 1024
 _PROBE_LOOK_S: Final = 0.05
 _MAX_OPEN_S: Final = 5.0  # probes run in the background and cost no request anything, so they may be frequent
@@ -88,11 +90,10 @@ class Node:
             asking: send ASKING before each (a slot that is being moved here).
         """
         replies: list[Reply] = []
-        if self.breaker.state != "closed":
-            self._probe_later()
-            return [Fault(f"{self.name} failed several times in a row and is not asked now", "DOWN")] * len(commands)
         try:
+            self._check_open()
             async with self._slot():
+                self._check_open()  # it may have opened while this call waited for a connection
                 with self.breaker.watch():
                     await self._run(commands, asking, replies)
         except WireError as error:
@@ -102,16 +103,15 @@ class Node:
             replies.extend([fault] * (len(commands) - len(replies)))
         return replies
 
-    async def ping(self) -> Fault | None:
-        """Opens a connection if none is open; what is wrong, or None."""
-        (reply,) = await self.call([Command("", (pack("PING"),))])
-        return reply if isinstance(reply, Fault) else None
-
     def close(self) -> None:
         """Closes idle connections now and busy ones after their call. Idempotent."""
         self._closed = True
         while self._idle:
             self._idle.pop().close()
+
+    def _check_open(self) -> None:
+        if self.breaker.state != "closed":
+            raise WireError(f"{self.name} failed several times in a row and is not asked now")
 
     @contextlib.asynccontextmanager
     async def _slot(self) -> AsyncIterator[None]:
@@ -147,18 +147,21 @@ class Node:
                 self._give_back(wire)
 
     async def _pipeline(self, wire: Wire, part: Sequence[Command], asking: bool, replies: list[Reply]) -> None:
+        pieces = [piece for command in part for piece in command.pieces]
         if asking:
             pieces = [piece for command in part for piece in (pack("ASKING"), *command.pieces)]
             doubled: list[Reply] = []
             try:
-                await wire.exchange(pieces, 2 * len(part), doubled, bulk=all(command.bulk for command in part))
+                await wire.exchange(pieces, 2 * len(part), doubled, ahead=2 * len(part) if part[0].bulk else 0)
             finally:
                 replies.extend(doubled[1::2])
-            return
-        pieces = [piece for command in part for piece in command.pieces]
-        if sum(command.num_bytes for command in part) < 2**16 or all(len(command.pieces) == 1 for command in part):
-            pieces = [b"".join(pieces)]
-        await wire.exchange(pieces, len(part), replies, bulk=all(command.bulk for command in part))
+        elif all(command.bulk for command in part):
+            ahead = max(2, AHEAD_BYTES // max(command.num_bytes for command in part))
+            await wire.exchange(pieces, len(part), replies, ahead=ahead)
+        else:
+            if all(len(command.pieces) == 1 for command in part):
+                pieces = [b"".join(pieces)]
+            await wire.exchange(pieces, len(part), replies)
 
     def _take_idle(self) -> Wire | None:
         while self._idle:

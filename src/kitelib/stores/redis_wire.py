@@ -8,6 +8,7 @@ those of bulk reads are cut out of the buffer where they lie.
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import importlib
 from collections.abc import Sequence
@@ -82,7 +83,8 @@ class Wire(asyncio.BufferedProtocol):
         self._buffer = bytearray(_RECEIVE_BYTES)
         self._view = memoryview(self._buffer)
         self._bulk: BulkReader | None = None
-        self._in_bulk = False
+        self._ahead = 0
+        self._unsent: collections.deque[bytes] = collections.deque()
         self._replies: list[Any] = []
         self._expected = 0
         self._unparsed = self._moved = 0  # bytes: since the last whole reply, and sent and received in this exchange
@@ -95,11 +97,11 @@ class Wire(asyncio.BufferedProtocol):
         self.timed_out = False
         self._transport.set_protocol(self)
 
-    async def exchange(
-        self, pieces: Sequence[bytes], num_replies: int, replies: list[Any], *, bulk: bool = False
-    ) -> None:
-        """Sends commands and appends `num_replies` replies: bytes, int, str, None, list or `Fault`. With `bulk`, they
-        may be large and none is a list.
+    async def exchange(self, pieces: Sequence[bytes], num_replies: int, replies: list[Any], *, ahead: int = 0) -> None:
+        """Sends commands and appends `num_replies` replies: bytes, int, str, None, list or `Fault`.
+
+        With `ahead`, the replies may be large but are no lists, each piece is one command, and at most so many commands
+        are sent before their replies are there: a server copies all it was asked for before it sends any of it.
 
         Raises:
             WireError: it broke or was silent for too long; the replies that came whole are in `replies`.
@@ -109,12 +111,16 @@ class Wire(asyncio.BufferedProtocol):
         self._replies, self._expected = replies, len(replies) + num_replies
         self._moved = self._unparsed = 0
         self._active_at = self._began_at = self._loop.time()
-        self._in_bulk = bulk
-        if bulk and self._bulk is None:
+        if ahead and self._bulk is None:
             self._bulk = BulkReader(self._max_value_bytes)
+        self._ahead = ahead
         self._timer = self._loop.call_later(self._timeout, self._watch)
         try:
-            await self._send(pieces)
+            if ahead:
+                self._unsent.extend(pieces)
+                self._send_ahead()
+            else:
+                await self._send(pieces)
             while len(replies) < self._expected and self._error is None:
                 await self._wait()
             if len(replies) < self._expected and self._error is not None:
@@ -125,9 +131,15 @@ class Wire(asyncio.BufferedProtocol):
         finally:
             self._timer.cancel()
             self._replies, self._expected = [], 0
-            self._in_bulk, self.used = False, True
+            self._ahead, self.used = 0, True
+            self._unsent.clear()
             if self._bulk is not None and not self._bulk.finish():
                 self.close()
+
+    def _send_ahead(self) -> None:
+        due = self._ahead - (self._expected - len(self._replies) - len(self._unsent))
+        if due > 0 and self._unsent:
+            self._transport.write(b"".join(self._unsent.popleft() for _ in range(min(due, len(self._unsent)))))
 
     async def _send(self, pieces: Sequence[bytes]) -> None:
         for piece in pieces:
@@ -184,14 +196,15 @@ class Wire(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
         """Where the next bytes go."""
-        return self._bulk.room(_RECEIVE_BYTES) if self._in_bulk and self._bulk is not None else self._view
+        return self._bulk.room(_RECEIVE_BYTES) if self._ahead and self._bulk is not None else self._view
 
     def buffer_updated(self, nbytes: int) -> None:
         """Parses what came."""
         self._progress(nbytes)
         try:
-            if self._in_bulk and self._bulk is not None:
+            if self._ahead and self._bulk is not None:
                 self._bulk.received(nbytes, self._replies)
+                self._send_ahead()
             else:
                 self._feed(nbytes)
         except WireError as error:
@@ -283,10 +296,17 @@ class Dialer:
             ) from error
         except Exception as error:  # noqa: BLE001 - redis-py lets errors of TLS, of the resolver and its own pass
             _drop(connection)
-            raise WireError(f"can't connect to {name}: {str(error)[:200]}") from None
+            raise WireError(f"can't connect to {name}: {self._without_secrets(str(error))[:200]}") from None
         except BaseException:
             _drop(connection)
             raise
+
+    def _without_secrets(self, message: str) -> str:
+        """Servers and proxies that know no AUTH repeat its arguments in their error."""
+        tls_password = (self.tls or {}).get("ssl_password")
+        for secret in (self.password, tls_password):
+            message = message.replace(secret, "***") if secret else message
+        return message
 
     def _connection(self, address: Address) -> Any:
         module = importlib.import_module("redis.asyncio.connection")

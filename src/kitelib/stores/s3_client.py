@@ -53,6 +53,7 @@ _CONFIG: Final = (
     "disable_bulk_delete",
     "disable_tagging",
     "endpoint",
+    "endpoint_url_sts",
     "imdsv1_fallback",
     "metadata_endpoint",
     "region",
@@ -67,7 +68,6 @@ _CONFIG: Final = (
     "sse_bucket_key_enabled",
     "sse_customer_key_base64",
     "sse_kms_key_id",
-    "sts_endpoint",
     "unsigned_payload",
     "virtual_hosted_style_request",
     "web_identity_token_file",
@@ -83,7 +83,12 @@ _CLIENT: Final = (
 )
 _FLAGS: Final = ("allow_http", "allow_invalid_certificates")
 _CA_BUNDLE: Final = "ca_bundle"  # a file, as AWS_CA_BUNDLE
-_ALIASES: Final = {"endpoint_url": "endpoint", "endpoint_url_s3": "endpoint", "token": "session_token"}
+_ALIASES: Final = {
+    "endpoint_url": "endpoint",
+    "endpoint_url_s3": "endpoint",
+    "sts_endpoint": "endpoint_url_sts",
+    "token": "session_token",
+}
 _SECRET_OPTIONS: Final = ("access_key_id", "secret_access_key", "session_token", "sse_customer_key_base64", "proxy_url")
 _SECRET_VARIABLES: Final = (
     "AWS_ACCESS_KEY_ID",
@@ -149,6 +154,7 @@ def parse_settings(url: str, options: Mapping[str, str], connect_timeout: float,
     allow_http = flags.get("allow_http", os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true")
     config = {name: value for name, value in known.items() if name in _CONFIG}
     _check_endpoints(config, allow_http=allow_http)
+    _check_keys(config)
     if "endpoint" in config and _variable(_ENDPOINT_VARIABLES[0]):
         config["aws_endpoint_url_s3"] = config["endpoint"]  # the client prefers this variable, but an option must win
     client: dict[str, str | bool] = {name: value for name, value in known.items() if name in _CLIENT}
@@ -271,6 +277,12 @@ def _flag(name: str, value: str) -> bool:
     if value.lower() not in ("true", "false"):
         raise ConfigError(f"the S3 option {name!r} is {value!r}; give 'true' or 'false'")
     return value.lower() == "true"
+
+
+def _check_keys(config: Mapping[str, str]) -> None:
+    for one, other in (("access_key_id", "secret_access_key"), ("secret_access_key", "access_key_id")):
+        if one in config and other not in config and not _variable(f"AWS_{other.upper()}"):
+            raise ConfigError(f"the S3 option {one!r} is given without {other!r}; give both, or none")
 
 
 def _check_endpoints(config: Mapping[str, str], *, allow_http: bool) -> None:

@@ -61,7 +61,8 @@ class Tier:
         name: "disk", "redis", "s3", or what a third party calls its store.
         store: the store; closed with the tier.
         door: runs `Pending.encode`.
-        timeout_s: seconds that a call on a request's path may take, all in all.
+        timeout_s: seconds that a call on a request's path may take; reading many bytes may take longer, see
+            `get_many`.
         write_bytes: most bytes on the way to the store; past it, new values are dropped.
         clock: time source of the breaker and the measurements.
 
@@ -143,18 +144,24 @@ class Tier:
         alone.
 
         Args:
-            timeout_s: seconds after which all that did not come is a miss; None means the tier's own.
+            timeout_s: seconds after which all that did not come is a miss; None means the tier's own, and on top twice
+                what so many bytes take as measured, up to nine times the tier's own.
         """
         if not keys:
             return []
         if self._closed:
             self._misses += len(keys)
             return [None] * len(keys)
-        values = await self._flights.get(keys, self.timeout_s if timeout_s is None else timeout_s)
+        values = await self._flights.get(keys, self._limit_s(len(keys)) if timeout_s is None else timeout_s)
         found = len(values) - values.count(None)
         self._hits += found
         self._misses += len(values) - found
         return values
+
+    def _limit_s(self, num_keys: int) -> float:
+        """A long run from a slow tier may be worth its time, and must not be cut by a limit made for silence."""
+        transfer_s = num_keys * self._mean_bytes / self.cost.bytes_per_s
+        return self.timeout_s + min(2 * transfer_s, (_PATIENCE - 1) * self.timeout_s)
 
     async def _read(self, keys: Sequence[str], timeout_s: float) -> dict[str, bytes | None]:
         begun = self._monotonic()

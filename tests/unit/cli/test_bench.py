@@ -17,12 +17,19 @@ from kitelib.cli.replay import (
     hits_of_belady,
     hits_of_infinite,
     hits_of_lru,
-    hits_of_store,
     read_trace,
+    stand_ins,
+)
+from kitelib.cli.replay import (
+    hits_of_store as hits_of_items,
 )
 from kitelib.errors import InvalidRequestError, MissingExtraError
 
 EXTRACT = Path(__file__).parents[2] / "data" / "mooncake" / "conversation_400.jsonl"
+
+
+def hits_of_store(trace: Trace, capacity: int, ttl_s: float | None = None) -> int:
+    return hits_of_items(trace, stand_ins(trace), capacity, ttl_s=ttl_s)
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +112,8 @@ def test_a_miss_ends_the_run(tmp_path):
 
 def test_the_command_prints_draws_and_writes(capsys, tmp_path):
     png, out = tmp_path / "hits.png", tmp_path / "hits.json"
-    code = main(["bench", "replay", str(EXTRACT), "--capacity", "10%,2000", "--requests", "300"]
-                + ["--png", str(png), "--json", str(out)])  # fmt: skip
+    options = ["--capacity", "10%,2000", "--requests", "300", "--png", str(png), "--json", str(out)]
+    code = main(["bench", "replay", str(EXTRACT), *options])
     printed = capsys.readouterr()
     assert code == 0
     assert "300 requests" in printed.out
@@ -163,14 +170,21 @@ def test_files_that_are_no_traces(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [["--capacity", "0%"], ["--capacity", "101%"], ["--capacity", "5,,6"], ["--capacity", "x%"], ["--ttl", "0"]]
-    + [["--requests", "0"], ["--block-tokens", "-1"], ["--ttl", "nan"]],
+    "option",
+    [
+        "--capacity=0%",
+        "--capacity=101%",
+        "--capacity=5,,6",
+        "--ttl=0",
+        "--ttl=nan",
+        "--requests=0",
+        "--block-tokens=-1",
+    ],
 )
-def test_wrong_options_are_refused(options, capsys):
+def test_wrong_options_are_refused(option, capsys):
     with pytest.raises(SystemExit):
-        main(["bench", "replay", str(EXTRACT), *options])
-    assert options[0] in capsys.readouterr().err
+        main(["bench", "replay", str(EXTRACT), option])
+    assert option.partition("=")[0] in capsys.readouterr().err
 
 
 def test_a_missing_plot_library_is_named_before_the_work(monkeypatch, tmp_path, capsys):

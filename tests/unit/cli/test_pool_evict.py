@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from kitelib.abc import SharedStore
 from kitelib.cli import pool_evict
 from kitelib.stores.redis import RedisStore
 from tests.support.pools import disk_at, entry, filled, key_of, of_model, with_store
-from tests.support.redis_servers import RedisCluster
+from tests.support.redis_servers import RedisCluster, RedisServer
 from tests.support.units import kv_unit, units_of
 
 MODEL, OTHER = "6d" * 8, "6e" * 8
@@ -104,6 +106,20 @@ def test_times_choose_by_writing_and_by_use(kite_pool: Run, disk: Path) -> None:
     for path in (disk / "values").rglob("*.ru"):
         os.utime(path, (1e9, 1e9))
     assert kite_pool("evict", "--idle", "1w", "--disk", disk)[1].startswith("disk: 16 units")
+
+
+def test_redis_goes_by_when_a_unit_was_made(kite_pool: Run, redis_server: RedisServer) -> None:
+    def make() -> SharedStore:
+        return RedisStore(redis_server.url)
+
+    old, new = units_of(prompt(0)), [dataclasses.replace(unit, created_at=time.time()) for unit in units_of(prompt(1))]
+    filled(make, map(entry, [*old, *new]))
+    url = ["--redis", redis_server.url]
+    oldest = json.loads(kite_pool("ls", *url, "--sort", "written", "--json")[1])["units"][4:]
+    assert {unit["key"] for unit in oldest} == expected(0)
+    assert len(json.loads(kite_pool("ls", *url, "--older-than", "1h", "--json")[1])["units"]) == 4
+    assert kite_pool("evict", "--older-than", "1h", *url)[1].startswith("redis: 4 units (")
+    assert keys_in(make) == expected(1)
 
 
 def test_everything_is_only_deleted_if_that_is_meant(kite_pool: Run, disk: Path, monkeypatch: Any) -> None:

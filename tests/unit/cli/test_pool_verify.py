@@ -14,6 +14,7 @@ import pytest
 import zstandard
 
 from kitelib.stores.keys import unit_key
+from kitelib.testing import Fault, FaultyStore, fault_every
 from kitelib.upcycle.unit import HEAD_BYTES, RecyclableUnit
 from tests.support.pools import disk_at, entry, filled, key_of, with_store
 from tests.support.units import kv_unit, logits_unit, units_of
@@ -165,3 +166,27 @@ def test_a_file_that_was_cut_on_the_disk_does_not_count_as_good(kite_pool: Run, 
     _, out, _ = kite_pool("verify", "--disk", tmp_path)
     assert out == "disk: 1 units checked, 0 bad, 1 gone before they could be read\n"
     assert with_store(disk_at(tmp_path), lambda store: store.get_many([key_of(BLOCK)])) == [None]
+
+
+def test_a_tier_that_fails_on_the_way_is_told_with_what_was_checked(
+    kite_pool: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    units = [unit for number in range(60) for unit in units_of([number + 10, *TOKENS])]
+    filled(disk_at(tmp_path / "a"), map(entry, units))
+    filled(disk_at(tmp_path / "b"), map(entry, units))
+    breaking = FaultyStore(disk_at(tmp_path / "a")(), fault_every(10, Fault("fail"), "get_heads"))
+    stores = [("breaking", breaking), ("whole", disk_at(tmp_path / "b")())]
+    monkeypatch.setattr("kitelib.stores.registry.open_stores", lambda config: stores)
+    code, out, _ = kite_pool("verify", "--store", "x://", "--json")
+    first, second = json.loads(out)["tiers"]
+    assert code == 1
+    assert first["problem"] == "call 9 of get_heads fails on schedule"
+    assert 0 < first["checked"] < len(units)
+    assert (second["problem"], second["checked"], second["bad"]) == ("", len(units), 0)
+
+
+def test_progress_is_shown_to_a_person_only(kite_pool: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(disk_at(tmp_path), [entry(BLOCK)])
+    assert kite_pool("verify", "--disk", tmp_path)[2] == ""
+    monkeypatch.setattr("kitelib.cli.pool_check.is_terminal", lambda stream: True)
+    assert "disk: 1 units checked, 0 bad" in kite_pool("verify", "--disk", tmp_path)[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kitelib.config import PoolConfig
-from kitelib.errors import StoreError, UnsupportedOptionError
+from kitelib.errors import StoreError
 from kitelib.runtime.threads import ThreadDoor
 from kitelib.stores.memory import MemoryStore
 from kitelib.stores.pool import RUPool, Wanted
@@ -35,12 +35,6 @@ def blocks(epoch: int = 0) -> list[RecyclableUnit]:
 
 async def fetched(pool: RUPool) -> list[int]:
     return [int(token) for unit in await pool.fetch_run(wanted(pool)) for token in unit.token_ids]
-
-
-@pytest.mark.parametrize("option", ["disk", "redis", "s3"])
-def test_tiers_that_are_not_there_yet_are_an_error(option: str) -> None:
-    with pytest.raises(UnsupportedOptionError, match=f"PoolConfig.{option}"):
-        make_pool(**{option: "somewhere"})
 
 
 def test_a_quarter_of_the_memory_is_the_default() -> None:
@@ -88,15 +82,6 @@ async def test_a_damaged_unit_is_a_miss_for_itself_and_all_after_it_and_goes(dam
     assert pool.memory.contains(wanted(pool)[2].key)
     assert await fetched(pool) == PROMPT[:4]
     assert pool.stats()["memory"]["refused"] == 1
-
-
-async def test_a_key_refuses_what_was_stored_without_or_with_another() -> None:
-    for writer, reader, count in ((b"a", b"a", 16), (b"a", b"b", 0), (None, b"a", 0)):
-        pool = make_pool(hmac_key=writer)
-        await store(pool, blocks())
-        pool._hmac_key = reader
-        assert len(await fetched(pool)) == count, (writer, reader)
-        assert pool.refused == (count == 0)
 
 
 async def test_clearing_counts_and_voids_what_is_on_its_way() -> None:

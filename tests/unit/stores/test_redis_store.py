@@ -395,6 +395,42 @@ async def test_a_server_that_speaks_another_protocol_is_a_store_error() -> None:
             await store.get_many([key(1)])
 
 
+async def test_large_values_are_asked_for_a_few_at_a_time() -> None:
+    """B27: neither the server's send buffer nor this side fills up with a long run of large values."""
+    ahead: list[int] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = 0
+        while request := await reader.read(65536):
+            asked += request.count(b"GET")
+            while asked:
+                ahead.append(asked)
+                writer.write(b"$600000\r\n%b\r\n" % bytes(600_000))
+                await writer.drain()
+                asked -= 1
+                await asyncio.sleep(0.002)
+                if reader._buffer:  # type: ignore[attr-defined]
+                    asked += (await reader.read(65536)).count(b"GET")
+
+    async with listening(answer) as url, opened(url) as store:
+        assert await store.get_many([key(index) for index in range(30)]) == [bytes(600_000)] * 30
+        assert len(ahead) == 30
+        assert max(ahead) <= 3
+
+
+async def test_an_error_that_repeats_the_login_does_not_show_it() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.read(65536)
+        writer.write(b"-ERR unknown command, with args beginning with: " + request.replace(b"\r\n", b" ") + b"\r\n")
+        await writer.drain()
+        await reader.read(1)
+
+    async with listening(answer) as url, opened(url.replace("//", "//user:hunter2@")) as store:
+        with pytest.raises(StoreError, match="unknown command") as caught:
+            await store.get_many([key(1)])
+        assert "hunter2" not in str(caught.value)
+
+
 async def test_a_server_that_answers_too_much_is_not_believed(redis_server: RedisServer) -> None:
     """B2: a reply that nobody asked for ends the connection instead of shifting all later ones."""
 

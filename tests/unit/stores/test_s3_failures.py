@@ -28,7 +28,7 @@ def proxy(s3_proxy):
 def make(s3_server, proxy, monkeypatch):
     """Stores that lose patience soon, so that tests needn't wait."""
     monkeypatch.setattr(s3_client, "MIN_CONNECT_S", 0.3)
-    monkeypatch.setattr(s3_client, "MIN_READ_S", 0.3)
+    monkeypatch.setattr(s3_client, "MIN_READ_S", 0.4)
 
     def make_one(url=None, **options):
         given = s3_server.options(endpoint=proxy.endpoint) | options

@@ -4,7 +4,7 @@ import pytest
 
 from kitelib.errors import ConfigError
 from kitelib.stores.s3 import S3Store
-from kitelib.stores.s3_client import MIN_CONNECT_S, MIN_READ_S, parse_settings, sentence
+from kitelib.stores.s3_client import _CONFIG, MIN_CONNECT_S, MIN_READ_S, parse_settings, sentence
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +58,8 @@ def test_an_unknown_option_names_the_nearest():
         ({"endpoint": "minio:9000"}, "'endpoint' is no endpoint"),
         ({"endpoint": "https://user:geheim@minio"}, "'endpoint' is no endpoint"),
         ({"bucket": "abc"}, "no option 'bucket'"),
+        ({"access_key_id": "geheim"}, "'access_key_id' is given without 'secret_access_key'"),
+        ({"secret_access_key": "geheim"}, "'secret_access_key' is given without 'access_key_id'"),
     ],
 )
 def test_a_wrong_option_is_refused(options, message):
@@ -96,6 +98,14 @@ def test_timeouts_have_floors_that_suit_s3():
     assert (settings.connect_s, settings.read_s) == (MIN_CONNECT_S, MIN_READ_S)
     settings = parse_settings("s3://abc", {}, 5.0, 7.0)
     assert (settings.connect_s, settings.read_s) == (5.0, 7.0)
+
+
+@pytest.mark.parametrize("name", _CONFIG)
+def test_every_option_is_one_that_the_client_has(name):
+    import obstore.store
+
+    value = {"request_payer": "true", "checksum_algorithm": "sha256", "server_side_encryption": "AES256"}.get(name)
+    obstore.store.S3Store("bucket", config={"access_key_id": "a", "secret_access_key": "b"} | {name: value or "false"})
 
 
 @pytest.mark.parametrize("ttl_s", [0, -1.0, float("nan")])

@@ -257,6 +257,23 @@ async def test_a_hanging_store_costs_a_caller_its_timeout_at_most() -> None:
     await tier.aclose()
 
 
+async def test_a_long_run_from_a_slow_tier_may_take_its_time() -> None:
+    """B29: the limit for silence does not cut a read that takes long because it brings much."""
+    store = SharedMemory()
+    keys = [f"key {index}" for index in range(5)]
+    await store.put_many([(key, bytes(2**20)) for key in keys])
+    tier = make(store, timeout_s=0.2)
+    assert None not in await tier.get_many(keys)
+    store.delays = {"get_many": 0.35}
+    assert await tier.get_many(keys) == [None] * 5  # looked quick so far
+    for _ in range(50):
+        tier.cost.note_read(10 * 2**20, 0.7)
+    assert None not in await tier.get_many(keys)
+    store.delays = {"get_many": 3600.0}
+    with anyio.fail_after(10):  # and still no more than ten times its limit
+        assert await tier.get_many(keys) == [None] * 5
+
+
 # Single flight
 
 

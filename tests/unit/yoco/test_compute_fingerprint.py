@@ -151,7 +151,7 @@ async def test_part_of_a_fingerprint_finds_nothing_but_an_error(engine: KiteEngi
 async def test_preheating_gives_what_the_engine_gives(engine: KiteEngine) -> None:
     prompt = [4000, *range(40, 70)]
     first = await preheat_ru_pool(engine, [prompt])
-    assert first == {"prompts": 1, "prompt_tokens": 31, "computed_tokens": 31}
+    assert first == {"tiers": {}, "hot_units": 0, "prompts": 1, "prompt_tokens": 31, "computed_tokens": 31}
     # The second time the first token comes from the logits that were kept.
     assert await engine.preheat([prompt]) == {"prompts": 1, "prompt_tokens": 31, "computed_tokens": 0}
     with pytest.raises(InvalidRequestError, match="list of prompts"):
