@@ -17,37 +17,10 @@ from kitelib.errors import StoreError
 from kitelib.stores.disk import DiskStore
 from kitelib.stores.disk_files import file_name, shard_of
 from tests.support.disk_process import key_of, value_of
+from tests.support.file_systems import NOBODY, mounted, unprivileged
 
 MAX_BYTES = 64 * 2**20
-NOBODY = 65534
 KEYS = [key_of(number) for number in range(200)]
-
-
-@contextlib.contextmanager
-def mounted(folder: Path, num_bytes: int) -> Iterator[Path]:
-    """A small file system of its own."""
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
-    made = subprocess.run(command, check=False, capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"file systems can't be mounted here: {made.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@contextlib.contextmanager
-def unprivileged() -> Iterator[None]:
-    """Permissions mean nothing to root."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 @pytest.fixture

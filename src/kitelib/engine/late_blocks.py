@@ -10,6 +10,7 @@ from kitelib.yoco.planner import EMPTY_PREFIX, PooledPrefix
 
 __all__ = ["LateBlocks", "PrefillSpeed"]
 
+_SHORT_STEPS = 4
 _MEASURED_ROWS = 16  # smaller steps say little about how fast prompts are
 _NEWEST = 0.125  # weight of the newest sample, that of RFC 6298 for round trips
 
@@ -49,9 +50,15 @@ class LateBlocks:
             branch.late, branch.arrived = None, EMPTY_PREFIX
 
     def aligned(self, branch: Branch, count: int) -> int:
-        """`count`, or fewer tokens, so that the step ends where late blocks can begin."""
+        """`count`, or fewer tokens, so that the step ends where late blocks can begin. The first steps are short: what
+        is only a little late then has less to wait for."""
         run = branch.run
-        if branch.late is None or count >= run.remaining:
+        if branch.late is None:
+            return count
+        if branch.late.promising and branch.short_steps < _SHORT_STEPS:
+            branch.short_steps += 1
+            count = min(count, self._size)
+        if count >= run.remaining:
             return count
         start = branch.arrived.first * self._size
         if branch.arrived.payloads and start > run.computed:

@@ -133,6 +133,7 @@ class Branch:
         prefix: what the pool gave for its tokens.
         late: what is still on its way from the outer tiers; None if nothing is.
         arrived: the blocks of it that are there.
+        short_steps: steps that were kept short because something may arrive.
         fetching: the pool is being asked; not admitted until the answer.
         ask_pool: ask the pool again before the next admission (after a preemption).
     """
@@ -146,6 +147,7 @@ class Branch:
     prefix: PooledPrefix = EMPTY_PREFIX
     late: Late | None = None
     arrived: PooledPrefix = EMPTY_PREFIX
+    short_steps: int = 0
     fetching: bool = False
     ask_pool: bool = False
     new_tokens: list[int] = dataclasses.field(default_factory=list)

@@ -27,22 +27,19 @@ _GAINS: Final = tuple(step / 4 for step in range(-12, 13))
 """log2 of the cost per byte relative to the average, in steps: an eighth to eight times."""
 _STEP_TOKENS: Final = 16
 """Tokens of prompt that cost about as much as one step that computes a single token."""
-_DOUBLE_TOKENS: Final = 16384
-"""Position in a prompt at which attention has made a token about twice as dear."""
 _SLACK: Final = 64
 
 
 class _Node:
     """One key: what is known of it or, if it was never used, only that units that go on from it are there."""
 
-    __slots__ = ("children", "end", "entry", "gain", "key", "parent", "score", "used_at", "uses")
+    __slots__ = ("children", "entry", "gain", "key", "parent", "score", "used_at", "uses")
 
     def __init__(self, key: str) -> None:
         self.key = key
         self.parent: _Node | None = None
         self.children = 0
         self.uses = 0
-        self.end = 0  # tokens of the prompt up to here, as far as its parents were known
         self.used_at = self.score = self.gain = 0.0
         self.entry: _Entry | None = None
 
@@ -79,7 +76,7 @@ class EvictionPolicy:
         self._nodes: dict[str, _Node] = {}
         self._num_present = 0
         self._leaves: list[_Entry] = []
-        self._past = _Past()
+        self._past = _Past(self._time())
         self._gap = 0.0
         self._num_gaps = 0
         self._tokens = self._token_bytes = 0
@@ -106,9 +103,8 @@ class EvictionPolicy:
         if node is None:
             node = self._nodes[key] = _Node(key)
         self._num_present += 1
-        parent = self._link(node, head)
-        node.end = (parent.end if parent else 0) + (head.num_tokens if head else 0)
-        node.gain = self._gain_of(num_bytes, head, node.end)
+        self._link(node, head)
+        node.gain = self._gain_of(num_bytes, head)
         if before is None:
             self._use(node, self._when(used_at))
         else:
@@ -192,11 +188,10 @@ class EvictionPolicy:
         if node.entry is None or score > node.score:
             node.score = score
 
-    def _gain_of(self, num_bytes: int, head: UnitHead | None, end: int) -> float:
+    def _gain_of(self, num_bytes: int, head: UnitHead | None) -> float:
         """log2 of the recompute cost per byte, relative to that of all KV units so far."""
         if head is None or num_bytes <= 0 or head.kind == "lora":
             return 0.0
-        dearer = 1 + end / _DOUBLE_TOKENS
         if head.kind == "kv":
             tokens = head.num_tokens
             self._tokens += tokens
@@ -207,21 +202,20 @@ class EvictionPolicy:
             tokens = _STEP_TOKENS * (1 + head.data_bytes // 4)  # a completion: one step per token of four bytes
         if not tokens or not self._tokens:
             return 0.0
-        gain = math.log2(tokens * dearer / num_bytes * self._token_bytes / self._tokens)
+        gain = math.log2(tokens / num_bytes * self._token_bytes / self._tokens)
         return _GAINS[min(max(round(4 * gain) + 12, 0), 24)]
 
-    def _link(self, node: _Node, head: UnitHead | None) -> _Node | None:
+    def _link(self, node: _Node, head: UnitHead | None) -> None:
         if head is None:
-            return None
+            return
         key = store_key(model_key(head.model_state), "kv", head.parent)
         if key == node.key:
-            return None
+            return
         parent = self._nodes.get(key)
         if parent is None:
             parent = self._nodes[key] = _Node(key)
         parent.children += 1
         node.parent = parent
-        return parent
 
     def _release(self, parent: _Node) -> None:
         parent.children -= 1
@@ -240,26 +234,27 @@ class EvictionPolicy:
 class _Past:
     """Uses of keys that have gone: a table with a fixed place per key, where the newest stays.
 
-    Two to four places for each key that the store holds, 13 bytes each. Two keys that share a place and 32 bits of
+    Four to eight places for each key that the store holds, nine bytes each. Two keys that share a place and 32 bits of
     hash are taken for each other, which only costs a wrong guess.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now: float) -> None:
+        self._base = now  # four bytes are enough for times that count from here
         self._make(_SLACK)
 
     def _make(self, size: int) -> None:
         self._mask = size - 1
         self._hashes = array("I", bytes(size * array("I").itemsize))
         self._uses = array("B", bytes(size))
-        self._used_at = array("d", bytes(size * 8))
+        self._used_at = array("f", bytes(size * 4))
 
     def note(self, key: str, uses: int, used_at: float, num_present: int) -> None:
         """Remembers a key that goes from a store of `num_present`."""
-        if 2 * num_present > self._mask + 1:
+        if 4 * num_present > self._mask + 1:
             self._grow()
         code = zlib.crc32(key.encode())
         place = code & self._mask
-        self._hashes[place], self._uses[place], self._used_at[place] = code, uses, used_at
+        self._hashes[place], self._uses[place], self._used_at[place] = code, uses, used_at - self._base
 
     def take(self, key: str) -> tuple[int, float] | None:
         """Uses and last use of a key that has come back, and forgets it; None if it is not remembered."""
@@ -269,7 +264,7 @@ class _Past:
         if not uses or self._hashes[place] != code:
             return None
         self._uses[place] = 0
-        return uses, self._used_at[place]
+        return uses, self._base + self._used_at[place]
 
     def _grow(self) -> None:
         old = [row for row in zip(self._hashes, self._uses, self._used_at, strict=True) if row[1]]

@@ -83,11 +83,7 @@ class MemoryStore:
             return self._live(key) is not None
 
     def put(self, key: str, value: bytes) -> bool:
-        """Stores or replaces; False if the value is not kept.
-
-        That is so if it is too big or the store is closed, which counts as dropped, or if it is less worth keeping
-        than what would have to go for it, which counts as an eviction.
-        """
+        """Stores or replaces; False if the value was dropped because it is too big or the store is closed."""
         value = bytes(value)  # no copy for bytes; anything else must not change under the store, or pin more memory
         num_bytes = entry_bytes(key, value)
         head = _head_of(value)
@@ -96,15 +92,10 @@ class MemoryStore:
             if self._closed or num_bytes > self.max_bytes:
                 self._dropped += 1
                 return False
-            # Added first, so that what the new value goes on from isn't given up for it.
-            self._policy.add(key, num_bytes, head=head)
-            while self._bytes + num_bytes > self.max_bytes:
-                victim = self._policy.victim()
-                self._evictions += 1
-                if victim is None or victim == key:
-                    self._policy.discard(key)
-                    return False
+            while self._bytes + num_bytes > self.max_bytes and (victim := self._policy.victim()) is not None:
                 self._remove(victim)
+                self._evictions += 1
+            self._policy.add(key, num_bytes, head=head)
             self._entries[key] = _Entry(value, num_bytes, self._monotonic())
             self._bytes += num_bytes
             return True

@@ -30,7 +30,7 @@ from kitelib.stores.lifecycle import Lifecycle
 from kitelib.stores.memory import MemoryStore
 from kitelib.stores.registry import open_stores
 from kitelib.stores.siblings import Siblings
-from kitelib.stores.tier import Pending, Tier
+from kitelib.stores.tier import ARCHIVE, Pending, Tier
 from kitelib.stores.tiered import Span, Tiers
 from kitelib.upcycle.unit import Expectation, RecyclableUnit, inspect, pack, unpack
 
@@ -40,6 +40,7 @@ _LOG = logging.getLogger("kitelib.pool")
 _OUTER_KINDS: Final = ("kv", "logits", "completion", "lora")
 _MAX_PROMOTING_BYTES: Final = 64 * 2**20
 _CALL_MARGIN_S: Final = 0.2  # what a store needs to give up by itself after its own timeouts
+_ARCHIVE_TIMEOUT_S: Final = 5.0  # an object store may take a second to its first byte
 _KNOWN_KEYS: Final = 32768
 _KNOWN_S: Final = 600.0
 _WARM_BATCH: Final = 16
@@ -74,9 +75,16 @@ class RUPool:
         limit = default_pool_bytes() if config.memory_bytes is None else config.memory_bytes
         self.memory = MemoryStore(limit, ttl_s=config.ttl_seconds)
         timeout_s = config.connect_timeout + config.socket_timeout + _CALL_MARGIN_S
+        patient_s = max(timeout_s, _ARCHIVE_TIMEOUT_S)
         self.tiers = Tiers(
             [
-                Tier(name, store, door=door, timeout_s=timeout_s, write_bytes=config.write_bytes)
+                Tier(
+                    name,
+                    store,
+                    door=door,
+                    timeout_s=patient_s if name == ARCHIVE else timeout_s,
+                    write_bytes=config.write_bytes,
+                )
                 for name, store in open_stores(config)
             ],
             thresholds=config.thresholds,

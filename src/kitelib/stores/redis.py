@@ -23,7 +23,8 @@ __all__ = ["DEFAULT_TTL_S", "RedisStore"]
 
 DEFAULT_TTL_S: Final = 8 * 24 * 3600.0
 """Seconds a value lives where no `ttl_s` is given: no key is ever without an end."""
-_MAX_VALUE_BYTES: Final = MAX_DATA_BYTES + 2**20  # a unit's head and token ids take less than the last MiB
+# A unit's head and token ids take less than the last MiB; Redis itself takes 512 MiB (proto-max-bulk-len).
+_MAX_VALUE_BYTES: Final = min(MAX_DATA_BYTES + 2**20, 512 * 2**20)
 _LOOKED_UP_AT_ONCE: Final = 512
 _FIRST_GUESS_BYTES: Final = 2**20
 _ROUNDS: Final = 5  # a slot on its way may give MOVED, then ASK, each more than once

@@ -138,13 +138,15 @@ class Wire(asyncio.BufferedProtocol):
 
     def _send_ahead(self) -> None:
         due = self._ahead - (self._expected - len(self._replies) - len(self._unsent))
-        if due > 0 and self._unsent:
+        if due > 0 and self._unsent and not self._transport.is_closing():
             self._transport.write(b"".join(self._unsent.popleft() for _ in range(min(due, len(self._unsent)))))
 
     async def _send(self, pieces: Sequence[bytes]) -> None:
         for piece in pieces:
             view = memoryview(piece)
             for start in range(0, len(view), _SEND_BYTES):
+                if self._transport.is_closing():
+                    return  # `connection_lost` is about to say why
                 part = view[start : start + _SEND_BYTES]
                 self._transport.write(part)
                 while self._paused and self._error is None:

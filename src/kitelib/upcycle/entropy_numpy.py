@@ -1,7 +1,7 @@
 """The entropy coder of docs/format.md in numpy: what reads compressed units where the native part is missing.
 
 It is also the reference that the native part is tested against: both give the same bytes. 32 lanes advance at a time,
-which makes it about a hundred times slower than native code.
+which makes it some hundred times slower than native code.
 """
 
 from __future__ import annotations

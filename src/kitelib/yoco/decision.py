@@ -21,7 +21,7 @@ __all__ = ["Costs", "Verdict", "decide", "load_costs", "patience"]
 
 _PATIENCE = 0.03  # of the time that computing would take: the most that a request waits for tiers in vain
 _MIN_PATIENCE_S = 0.004
-_FIRST_PATIENCE = 0.1  # the same before a tier was read for the first time, when its connections may have to open
+_FIRST_PATIENCE = 0.15  # the same before a tier was read for the first time, when its connections may have to open
 _MIN_FIRST_PATIENCE_S = 0.05
 _MIN_GAIN = 0.1  # overlapping has to save this share of the time, or it is not worth the traffic
 _MIN_BLOCKS = 2

@@ -36,14 +36,16 @@ class Late:
         frontier: first block that is not yet computed; written by the model's thread.
         closed: nobody needs more blocks; written by the model's thread.
         pending: whether more may come.
+        promising: whether something was found that is being loaded.
     """
 
-    __slots__ = ("_deliver", "_last", "closed", "frontier", "pending")
+    __slots__ = ("_deliver", "_last", "closed", "frontier", "pending", "promising")
 
     def __init__(self) -> None:
         self.frontier = 0
         self.closed = False
         self.pending = True
+        self.promising = False
         self._deliver: Callable[[int, Sequence[tuple[RecyclableUnit, str]]], None] | None = None
         self._last: tuple[int, Sequence[tuple[RecyclableUnit, str]]] | None = None
 
@@ -134,11 +136,12 @@ class Search:
                 return
             if self.late is None:
                 self.late = Late()
+            self.late.promising = True
             self.settled.set()
             await self._load_back(rest, self.late)
         finally:
             if self.late is not None:
-                self.late.pending = False
+                self.late.pending = self.late.promising = False
             self.settled.set()
 
     async def _wait_for(self, spans: Sequence[Span]) -> list[Span]:

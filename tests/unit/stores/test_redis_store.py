@@ -99,6 +99,15 @@ async def test_sentinels_keep_the_contract_and_lead_to_the_new_primary(redis_sen
         return RedisStore(redis_sentinels.url, **PATIENT)
 
     await check_store(make)
+    async with opened(redis_sentinels.url, replica_reads=True) as reader:
+        await reader.put_many([(key(1), b"copied")])
+        redis_sentinels.primary().call("WAIT", 1, 5000)
+        primary = redis_sentinels.primary()
+        before = primary.call("INFO", "commandstats").count(b"cmdstat_get:")
+        primary.call("CONFIG", "RESETSTAT")
+        assert before == 1
+        assert await reader.get_many([key(1)]) == [b"copied"]
+        assert b"cmdstat_get:" not in primary.call("INFO", "commandstats")  # the replica answered
     async with opened(redis_sentinels.url, socket_timeout=1.0) as store:
         await store.put_many([(key(1), b"before")])
         assert await store.raise_epoch("model", 3) == 3
