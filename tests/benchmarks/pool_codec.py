@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pool_codec_answers import answers
+from pool_codec_answers import LastBit, answers
 
 from kitelib.abc import BlockPayload, Codec, StepWork
 from kitelib.backends.llama_cpp.backend import LlamaCppBackend, LlamaCppOptions
@@ -65,7 +65,8 @@ def run(*, model: Path | None = None, repeats: int = 7, with_answers: bool = Tru
     try:
         payloads = [payload for page in _pages(questions) for payload in _units(backend, page)]
         tails = {tokens: [backend.cut(each, tokens) for each in payloads[:8]] for tokens in TAIL_TOKENS}
-        effect = answers(backend, questions[:20], {"int8": CODECS["int8"]}) if with_answers else None
+        lossy = {"int8": CODECS["int8"], "last bit flipped": LastBit()}
+        effect = answers(backend, questions[:20], lossy) if with_answers else None
     finally:
         backend.close()
     chosen = payloads[:: max(1, len(payloads) // MAX_UNITS)]

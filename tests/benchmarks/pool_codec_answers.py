@@ -12,7 +12,7 @@ import numpy as np
 from kitelib.abc import BlockPayload, Codec, SequenceId, StepWork
 from kitelib.backends.llama_cpp.backend import LlamaCppBackend
 
-__all__ = ["answers"]
+__all__ = ["LastBit", "answers"]
 
 SYSTEM = (
     "You are the assistant of a bank. Answer the customer's question in two sentences. Never ask for a PIN or a "
@@ -20,6 +20,20 @@ SYSTEM = (
     "free and includes two withdrawals a month, Plus costs three euros and includes five, Premium has no limit."
 )
 NEW_TOKENS = 32
+
+
+class LastBit:
+    """No codec at all: flips the last mantissa bit of half the elements. What this does to answers is the model's own
+    sensitivity, below which no lossy codec can stay."""
+
+    name = "last bit"
+
+    def encode(self, data: np.ndarray, dtype: str, shape: tuple[int, ...]) -> bytes:
+        flips = np.random.default_rng(len(data)).integers(0, 2, len(data) // 2).astype("<u2")
+        return (data.view("<u2") ^ flips).tobytes()
+
+    def decode(self, blob: bytes | memoryview, num_bytes: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+        return np.frombuffer(blob, np.uint8)
 
 
 def answers(backend: LlamaCppBackend, questions: Sequence[str], codecs: dict[str, Codec]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pytest
 
 from kitelib.errors import StoreError
 from kitelib.stores.disk import DiskStore
-from kitelib.stores.disk_files import file_name, shard_of
+from kitelib.stores.disk.files import file_name, shard_of
 from tests.support.disk_process import key_of, value_of
 from tests.support.file_systems import NOBODY, mounted, unprivileged
 

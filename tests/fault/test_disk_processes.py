@@ -16,7 +16,7 @@ import pytest
 
 from kitelib.errors import StoreError
 from kitelib.stores.disk import DiskStore
-from kitelib.stores.disk_ledger import read_books
+from kitelib.stores.disk.ledger import read_books
 from tests.support.disk_process import NUM_KEYS, disk_bytes, disk_process, is_whole, key_of, value_of
 
 MAX_BYTES = 1_500_000

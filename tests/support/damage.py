@@ -10,7 +10,7 @@ from pathlib import Path
 
 import redis
 
-from kitelib.stores.disk_files import header_bytes, key_of_name, make_header
+from kitelib.stores.disk.files import header_bytes, key_of_name, make_header
 from tests.support.redis_servers import RedisServer
 
 __all__ = ["spoil_disk", "spoil_redis", "spoilt", "value_files"]

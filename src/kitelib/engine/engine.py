@@ -360,10 +360,11 @@ class KiteEngine:
         return totals
 
     async def flush(self) -> None:
-        """Waits until everything finished so far is in the pool."""
+        """Waits until everything finished so far is in the pool; for the outer tiers at most `PoolConfig.drain_seconds`."""
         serving = self._current
         await serving.on_model_thread(serving.memory.save_all)
         await self._recycler.drain()
+        await self.pool.settle()
         if self._closing is not None:
             raise EngineClosedError()
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from kitelib.abc import SharedStore
 
-__all__ = ["KnownKeys", "most_recent"]
+__all__ = ["HitRoots", "KnownKeys", "most_recent"]
 
 
 class KnownKeys:
@@ -44,6 +44,26 @@ class KnownKeys:
     def clear(self) -> None:
         """Forgets everything."""
         self._added.clear()
+
+
+class HitRoots:
+    """The root of the namespace in which a key in memory was hit; the last `max_keys` of them. Event loop only."""
+
+    def __init__(self, max_keys: int) -> None:
+        self._max_keys = max_keys
+        self._roots: OrderedDict[str, bytes] = OrderedDict()
+
+    def add(self, key: str, root: bytes) -> None:
+        """The key was hit."""
+        if self._max_keys:
+            self._roots[key] = root
+            self._roots.move_to_end(key)
+            if len(self._roots) > self._max_keys:
+                self._roots.popitem(last=False)
+
+    def get(self, key: str) -> bytes | None:
+        """The root, or None if the key was not hit lately."""
+        return self._roots.get(key)
 
 
 async def most_recent(store: SharedStore, model: str, max_bytes: int) -> list[str]:

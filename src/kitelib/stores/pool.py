@@ -6,7 +6,7 @@ compressed where that pays and authenticated where a key is set. Whatever a tier
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import dataclasses
 import functools
 import logging
@@ -17,7 +17,7 @@ from typing import Any, Final
 import anyio
 
 from kitelib.config import PoolConfig
-from kitelib.errors import FormatError, InvalidRequestError, StoreError
+from kitelib.errors import FormatError, InvalidRequestError
 from kitelib.fingerprint import FINGERPRINT_BYTES, store_key
 from kitelib.fingerprint.chain import model_key
 from kitelib.runtime.limits import default_pool_bytes
@@ -25,7 +25,8 @@ from kitelib.runtime.supervisor import Supervisor
 from kitelib.runtime.threads import ThreadDoor
 from kitelib.stores.forms import StoredForms
 from kitelib.stores.keys import unit_key
-from kitelib.stores.known import KnownKeys, most_recent
+from kitelib.stores.hot_set import warm_memory
+from kitelib.stores.known import HitRoots, KnownKeys
 from kitelib.stores.lifecycle import Lifecycle
 from kitelib.stores.memory import MemoryStore
 from kitelib.stores.registry import open_stores
@@ -41,9 +42,10 @@ _OUTER_KINDS: Final = ("kv", "logits", "completion", "lora")
 _MAX_PROMOTING_BYTES: Final = 64 * 2**20
 _CALL_MARGIN_S: Final = 0.2  # what a store needs to give up by itself after its own timeouts
 _ARCHIVE_TIMEOUT_S: Final = 5.0  # an object store may take a second to its first byte
+_HIT_ROOTS: Final = 8192
+_EPOCH_WAIT_S: Final = 3.0
 _KNOWN_KEYS: Final = 32768
 _KNOWN_S: Final = 600.0
-_WARM_BATCH: Final = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class RUPool:
             ],
             thresholds=config.thresholds,
             share=config.share,
+            resident=self._resident,
         )
         self._enabled = limit > 0 or bool(self.tiers.tiers)
         self.siblings = Siblings()
@@ -105,10 +108,14 @@ class RUPool:
         )
         self._supervisor: Supervisor | None = None
         self._model: str | None = None
+        self._epoch_known = True
+        self._epoch_raised = False  # while it was not known
+        self._learning: set[asyncio.Task[None]] = set()
         self._keys: dict[bytes, bytes | None] = {}
         self._own_key = unit_key(config.hmac_key, None, config.namespace_secret)
         self._known = KnownKeys(_KNOWN_KEYS, _KNOWN_S)
         self._promoting_bytes = 0
+        self._hit_roots = HitRoots(_HIT_ROOTS if config.share == "when_warm" else 0)
         self._forms = StoredForms(config)
         self.decode_s_per_byte = 1e-9  # of stored bytes into checked units; measured as units are read
 
@@ -127,19 +134,39 @@ class RUPool:
         that its numerics are."""
         self._forms.bitwise = bitwise
         self._model = model_key(model_state)
-        if self.tiers.tiers:
-            self.epoch = await self._lifecycle.use_model(self._model)
+        if not self.tiers.tiers:
+            return
+        # Until the tiers have told the epoch, nothing is read from them: it might be void.
+        self._epoch_known = False
+        learning = asyncio.get_running_loop().create_task(self._learn_epoch(self._model))
+        self._learning.add(learning)
+        learning.add_done_callback(self._learning.discard)
+        await asyncio.wait({learning}, timeout=_EPOCH_WAIT_S)
+
+    async def _learn_epoch(self, model: str) -> None:
+        epoch = await self._lifecycle.use_model(model)
+        if model == self._model:
+            self.epoch = max(self.epoch, epoch) if self._epoch_raised else epoch
+            self._epoch_known, self._epoch_raised = True, False
 
     async def warm(self, deadline_s: float = 5.0) -> dict[str, str]:
         """Opens the connections and indexes of all outer tiers: name -> "ready" or why not. Never raises."""
         return await self.tiers.warm(deadline_s)
 
+    async def settle(self) -> None:
+        """Waits until what is on the way to the outer tiers is written, at most `PoolConfig.drain_seconds`; what is
+        not written by then stays on its way."""
+        with anyio.move_on_after(self._config.drain_seconds):
+            await self.tiers.settle()
+
     async def drain(self) -> None:
-        """Waits until what is on the way to the outer tiers is written, at most `PoolConfig.drain_seconds`."""
+        """As `settle`, but what is not written by then is dropped and counted."""
         await self.tiers.drain(self._config.drain_seconds)
 
     async def aclose(self) -> None:
         """Closes all tiers."""
+        for task in self._learning:
+            task.cancel()
         await self.memory.aclose()
         await self.tiers.aclose()
 
@@ -186,6 +213,7 @@ class RUPool:
         if not pairs:
             return []
         for each, _ in pairs:
+            self._hit_roots.add(each.key, each.root)
             self.tiers.note_hit(each.key)
         units, bad = await self._door.run(lambda: self._check_all(pairs, authenticate=False))
         if bad is not None:
@@ -196,7 +224,7 @@ class RUPool:
 
     async def locate(self, wanted: Sequence[Wanted]) -> list[Span]:
         """Which outer tiers have the leading run, unchecked."""
-        if not wanted or not self.tiers.tiers:
+        if not wanted or not self.tiers.tiers or not self._epoch_known:
             return []
         spans = await self.tiers.locate([each.key for each in wanted])
         for span in spans:
@@ -212,7 +240,7 @@ class RUPool:
     async def fetch_any(self, wanted: Sequence[Wanted]) -> list[tuple[RecyclableUnit, str] | None]:
         """Single units from any outer tier with its name, in order; None is a miss."""
         found: list[tuple[RecyclableUnit, str] | None] = [None] * len(wanted)
-        if not wanted or not self.tiers.tiers:
+        if not wanted or not self.tiers.tiers or not self._epoch_known:
             return found
         values = await self.tiers.get_many([each.key for each in wanted])
         for index, (each, value) in enumerate(zip(wanted, values, strict=True)):
@@ -324,6 +352,18 @@ class RUPool:
         """The stored form of a unit in an outer tier. In a thread."""
         return pack(unit, self._forms.outside(unit, tier), hmac_key=key)
 
+    def _resident(self, key: str) -> Pending | None:
+        """What process memory has under a key, for a tier that is to have it too."""
+        root, value = self._hit_roots.get(key), self.memory.get(key)
+        if root is None or value is None:
+            return None
+        hmac_key = self._key(root)
+
+        def encode(tier: Tier) -> bytes:
+            return self._outer_form(inspect(value), hmac_key, tier)
+
+        return Pending(key, len(value), encode)
+
     # Managing
 
     async def get_rus_by_cf(self, cf: bytes | str) -> list[RecyclableUnit]:
@@ -361,6 +401,7 @@ class RUPool:
     def forget(self) -> int:
         """Forgets everything at once: from now on nothing old is given out, and what is on its way to a tier becomes
         void. Returns how many units process memory held. `spread_epoch` makes it last and true for other processes."""
+        self._epoch_raised = not self._epoch_known
         return self._advance(self.epoch + 1)
 
     async def spread_epoch(self) -> dict[str, int]:
@@ -412,34 +453,21 @@ class RUPool:
         if tier is None or tier.shared is None or self._model is None or not self.memory.max_bytes:
             return 0
         limit = min(self.memory.max_bytes // 2, 256 * 2**20) if max_bytes is None else max_bytes
-        count = 0
-        with anyio.move_on_after(deadline_s), contextlib.suppress(StoreError):
-            keys = await most_recent(tier.shared, self._model, limit)
-            for start in range(0, len(keys), _WARM_BATCH):
-                batch = keys[start : start + _WARM_BATCH]
-                values = await tier.get_many(batch)
-                epoch = self.epoch
-                items = await self._door.run(functools.partial(self._memory_forms, batch, values))
-                await self.put_many(items, epoch)
-                count += len(items)
-        return count
+        epoch = self.epoch
+        return await warm_memory(
+            tier,
+            self._model,
+            limit,
+            deadline_s,
+            door=self._door,
+            form=self._memory_form,
+            store=lambda items: self.put_many(items, epoch),
+            hmac_key=self._own_key,
+        )
 
-    def _memory_forms(self, keys: Sequence[str], values: Sequence[bytes | None]) -> list[tuple[str, bytes]]:
-        """What of some outer values may go to memory, in the form it has there. In a thread."""
-        items = []
-        for key, value in zip(keys, values, strict=True):
-            if value is None:
-                continue
-            try:
-                unit = inspect(value, hmac_key=self._own_key)
-                if not self._forms.accepts(unit):
-                    continue
-                form = self.encode(unit)
-            except FormatError:
-                continue
-            if form[0] == key and unit.epoch >= self.epoch:
-                items.append(form)
-        return items
+    def _memory_form(self, unit: RecyclableUnit) -> tuple[str, bytes] | None:
+        """Key and value in memory of a unit from outside; None if it may not be there. In a thread."""
+        return self.encode(unit) if self._forms.accepts(unit) and unit.epoch >= self.epoch else None
 
 
 def _leading(wanted: Sequence[Wanted], values: Sequence[bytes | None]) -> list[tuple[Wanted, bytes]]:

@@ -151,8 +151,9 @@ class Node:
         if asking:
             pieces = [piece for command in part for piece in (pack("ASKING"), *command.pieces)]
             doubled: list[Reply] = []
+            ahead = 2 * len(part) if all(command.bulk for command in part) else 0
             try:
-                await wire.exchange(pieces, 2 * len(part), doubled, ahead=2 * len(part) if part[0].bulk else 0)
+                await wire.exchange(pieces, 2 * len(part), doubled, ahead=ahead)
             finally:
                 replies.extend(doubled[1::2])
         elif all(command.bulk for command in part):

@@ -27,6 +27,7 @@ __all__ = ["Dialer", "Wire", "pack", "pack_set", "require_redis"]
 _RECEIVE_BYTES: Final = 256 * 2**10  # one turn of the event loop reads and parses at most this much
 _SEND_BYTES: Final = 256 * 2**10
 _KEPT_PARSE_BYTES: Final = 4 * 2**20  # hiredis keeps a buffer up to this size for the next value
+_MARK: Final = b"+kite\r\n"
 _LEAST_BYTES: Final = 64 * 2**10  # per `socket_timeout`, on average: less is no service
 
 
@@ -133,8 +134,18 @@ class Wire(asyncio.BufferedProtocol):
             self._replies, self._expected = [], 0
             self._ahead, self.used = 0, True
             self._unsent.clear()
-            if self._bulk is not None and not self._bulk.finish():
+            if not self._clean():
                 self.close()
+
+    def _clean(self) -> bool:
+        """Whether no part of a further reply came, which would be taken for the next one."""
+        if self.closed or (self._bulk is not None and not self._bulk.finish()):
+            return False
+        self._reader.feed(_MARK)  # hiredis doesn't tell whether it is inside a reply
+        try:
+            return bool(self._reader.gets() == _MARK[1:-2])
+        except WireError:
+            return False
 
     def _send_ahead(self) -> None:
         due = self._ahead - (self._expected - len(self._replies) - len(self._unsent))
@@ -203,6 +214,9 @@ class Wire(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Parses what came."""
         self._progress(nbytes)
+        if self._expected == 0:
+            self._fail(WireError(f"{self._name} sent something that nobody asked for"))
+            return
         try:
             if self._ahead and self._bulk is not None:
                 self._bulk.received(nbytes, self._replies)

@@ -223,6 +223,10 @@ class Tier:
             _LOG.exception("a unit could not be encoded for %s", self.name)
             return None
 
+    async def settle(self) -> None:
+        """Waits until all that was offered is written or dropped."""
+        await self._queue.settle()
+
     async def drain(self, deadline_s: float) -> int:
         """Waits until all that was offered is written; at the deadline the rest is dropped. Returns how many values
         that were."""

@@ -295,6 +295,10 @@ class Tiers:
         for tier in self.tiers:
             tier.void()
 
+    async def settle(self) -> None:
+        """Waits until all that was offered is written or dropped."""
+        await asyncio.gather(*[tier.settle() for tier in self.tiers])
+
     async def drain(self, deadline_s: float) -> int:
         """Waits until all that was offered is written; returns how many values were dropped at the deadline."""
         return sum(await asyncio.gather(*[tier.drain(deadline_s) for tier in self.tiers]))

@@ -124,6 +124,10 @@ class WriteQueue(Generic[Q]):
         self.discard(list(self._waiting))
         self._writing = {}
 
+    async def settle(self) -> None:
+        """Waits until everything is written, however long that takes."""
+        await self._idle.wait()
+
     async def drain(self, deadline_s: float) -> int:
         """Waits until everything is written; at the deadline drops the rest and returns how many values that were."""
         with anyio.move_on_after(deadline_s):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kitelib.errors import StoreError
 from kitelib.stores import disk_files
 from kitelib.stores.disk import DiskStore
-from kitelib.stores.disk_files import FORMAT_TEXT, file_name, header_bytes, key_of_name, shard_of
+from kitelib.stores.disk.files import FORMAT_TEXT, file_name, header_bytes, key_of_name, shard_of
 from tests.support.disk_process import key_of
 
 MAX_BYTES = 8 * 2**20

@@ -456,6 +456,23 @@ async def test_a_server_that_answers_too_much_is_not_believed(redis_server: Redi
             assert await store.get_many([key(number)]) == [b"first"]
 
 
+@pytest.mark.parametrize("surplus", [b":", b"$6\r\nsec", b"*2\r\n", b"$7\r\n", b":0"])
+async def test_part_of_a_reply_too_much_is_not_taken_for_the_next(surplus: bytes) -> None:
+    """B2: as above, when only part of the surplus came."""
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while request := await reader.read(65536):
+            writer.write((b"$5\r\nfirst\r\n" if b"GET" in request else b":1\r\n") + surplus)
+            await writer.drain()
+
+    async with listening(relay) as url, opened(url) as store:
+        for number in range(4):
+            assert await store.leading_run([key(number)]) == 1
+        for number in range(4):
+            assert await store.get_many([key(number)]) == [b"first"]
+        assert (await store.stats()).errors == 0
+
+
 def test_without_the_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hiredis", None)
     with pytest.raises(MissingExtraError, match=r"kitelib\[redis\]"):

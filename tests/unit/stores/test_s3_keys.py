@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kitelib.fingerprint import store_key
-from kitelib.stores.s3_keys import epoch_of, epoch_path, key_of, object_path, share_before
+from kitelib.stores.s3.keys import epoch_of, epoch_path, key_of, object_path, share_before
 
 CF = bytes(range(32))
 SAFE = set(string.ascii_letters + string.digits + "/=_-")

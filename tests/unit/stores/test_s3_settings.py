@@ -4,7 +4,7 @@ import pytest
 
 from kitelib.errors import ConfigError
 from kitelib.stores.s3 import S3Store
-from kitelib.stores.s3_client import _CONFIG, MIN_CONNECT_S, MIN_READ_S, parse_settings, sentence
+from kitelib.stores.s3.client import _CONFIG, MIN_CONNECT_S, MIN_READ_S, parse_settings, sentence
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from kitelib.abc import StoredItem
-from kitelib.stores.disk_files import (
+from kitelib.stores.disk.files import (
     BadFileError,
     FileHead,
     check_format,
@@ -26,7 +26,7 @@ from kitelib.stores.disk_files import (
     shard_of,
     shard_path,
 )
-from kitelib.stores.disk_index import DiskIndex
+from kitelib.stores.disk.index import DiskIndex
 from kitelib.upcycle.unit import HEAD_BYTES
 
 __all__ = ["DiskReader", "Found", "OpenFile"]

@@ -8,7 +8,7 @@ from typing import Final
 
 from kitelib.abc import Clock
 from kitelib.errors import FormatError
-from kitelib.stores.disk_files import NUM_SHARDS, file_name, shard_of
+from kitelib.stores.disk.files import NUM_SHARDS, file_name, shard_of
 from kitelib.stores.eviction import EvictionPolicy
 from kitelib.upcycle.unit import UnitHead, peek
 

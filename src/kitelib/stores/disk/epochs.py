@@ -9,7 +9,7 @@ import re
 from typing import Final
 
 from kitelib.errors import StoreError
-from kitelib.stores.disk_files import create_folder, is_missing
+from kitelib.stores.disk.files import create_folder, is_missing
 
 __all__ = ["read_epoch", "write_epoch"]
 

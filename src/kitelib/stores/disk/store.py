@@ -17,12 +17,12 @@ import anyio
 
 from kitelib.abc import Clock, StoredItem, StoreStats
 from kitelib.errors import ConfigError, StoreError
-from kitelib.stores.disk_epochs import read_epoch, write_epoch
-from kitelib.stores.disk_files import NUM_SHARDS
-from kitelib.stores.disk_index import DiskIndex
-from kitelib.stores.disk_ledger import Books, read_books
-from kitelib.stores.disk_reader import DiskReader, Found
-from kitelib.stores.disk_writer import DiskWriter, Unread
+from kitelib.stores.disk.epochs import read_epoch, write_epoch
+from kitelib.stores.disk.files import NUM_SHARDS
+from kitelib.stores.disk.index import DiskIndex
+from kitelib.stores.disk.ledger import Books, read_books
+from kitelib.stores.disk.reader import DiskReader, Found
+from kitelib.stores.disk.writer import DiskWriter, Unread
 
 __all__ = ["DiskStore"]
 

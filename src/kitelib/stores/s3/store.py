@@ -13,10 +13,10 @@ import anyio
 from kitelib.abc import Clock, StoredItem, StoreStats
 from kitelib.errors import ConfigError, StoreError
 from kitelib.runtime.threads import ThreadDoor
-from kitelib.stores.s3_bucket import BULK, PAGE, Bucket
-from kitelib.stores.s3_calls import Call
-from kitelib.stores.s3_client import Settings, parse_settings, sentence
-from kitelib.stores.s3_keys import EPOCHS, OTHER, UNITS, epoch_of, epoch_path, key_of, object_path, share_before
+from kitelib.stores.s3.bucket import BULK, PAGE, Bucket
+from kitelib.stores.s3.calls import Call
+from kitelib.stores.s3.client import Settings, parse_settings, sentence
+from kitelib.stores.s3.keys import EPOCHS, OTHER, UNITS, epoch_of, epoch_path, key_of, object_path, share_before
 from kitelib.upcycle.unit import MAX_DATA_BYTES
 
 __all__ = ["MAX_OBJECT_BYTES", "S3Store"]
@@ -51,13 +51,13 @@ class S3Store:
     rule that aborts incomplete uploads.
 
     Args:
-        url: ``s3://bucket/prefix``. Objects lie below ``prefix/v1``, see `kitelib.stores.s3_keys`.
+        url: ``s3://bucket/prefix``. Objects lie below ``prefix/v1``, see `kitelib.stores.s3.keys`.
         options: settings by the names that obstore uses (``endpoint``, ``region``, ``access_key_id``, ...), with or
             without ``aws_`` before them; also ``allow_http``, ``root_certificate`` (PEM) and ``ca_bundle`` (a file).
         ttl_s: seconds after its last write when a value counts as gone, by this machine's clock and the bucket's;
             None means never. `sweep` deletes what has expired, and so does a lifecycle rule of the bucket, for nothing.
-        connect_timeout: seconds for opening a connection; at least 2, see `kitelib.stores.s3_client.MIN_CONNECT_S`.
-        socket_timeout: seconds of silence within a read; at least 2, see `kitelib.stores.s3_client.MIN_READ_S`.
+        connect_timeout: seconds for opening a connection; at least 2, see `kitelib.stores.s3.client.MIN_CONNECT_S`.
+        socket_timeout: seconds of silence within a read; at least 2, see `kitelib.stores.s3.client.MIN_READ_S`.
         clock: time source for `ttl_s`.
 
     Raises:

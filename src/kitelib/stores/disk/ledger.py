@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from kitelib.errors import StoreError
-from kitelib.stores.disk_files import NUM_SHARDS, STALE_ERRORS
+from kitelib.stores.disk.files import NUM_SHARDS, STALE_ERRORS
 
 __all__ = ["NUM_OWNERS", "Books", "Ledger", "LedgerGoneError", "Owner", "read_books"]
 

@@ -10,7 +10,7 @@ import anyio
 
 from kitelib.errors import StoreError
 from kitelib.runtime.threads import ThreadDoor
-from kitelib.stores.s3_client import PART_BYTES, Clients, Settings, open_clients
+from kitelib.stores.s3.client import PART_BYTES, Clients, Settings, open_clients
 
 __all__ = ["BULK", "PAGE", "Bucket"]
 

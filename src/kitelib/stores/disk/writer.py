@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Final, NamedTuple, TypeVar
 
 from kitelib.errors import StoreError
-from kitelib.stores.disk_files import (
+from kitelib.stores.disk.files import (
     MAX_KEY_BYTES,
     MAX_VALUE_BYTES,
     NUM_SHARDS,
@@ -27,8 +27,8 @@ from kitelib.stores.disk_files import (
     shard_of,
     shard_path,
 )
-from kitelib.stores.disk_index import DiskIndex
-from kitelib.stores.disk_ledger import Books, Ledger, LedgerGoneError, Owner
+from kitelib.stores.disk.index import DiskIndex
+from kitelib.stores.disk.ledger import Books, Ledger, LedgerGoneError, Owner
 from kitelib.upcycle.unit import HEAD_BYTES
 
 __all__ = ["DiskWriter", "Unread"]
