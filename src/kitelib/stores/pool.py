@@ -24,8 +24,8 @@ from kitelib.runtime.limits import default_pool_bytes
 from kitelib.runtime.supervisor import Supervisor
 from kitelib.runtime.threads import ThreadDoor
 from kitelib.stores.forms import StoredForms
-from kitelib.stores.keys import unit_key
 from kitelib.stores.hot_set import warm_memory
+from kitelib.stores.keys import unit_key
 from kitelib.stores.known import HitRoots, KnownKeys
 from kitelib.stores.lifecycle import Lifecycle
 from kitelib.stores.memory import MemoryStore

@@ -38,11 +38,11 @@ class Listing:
         """The units of one server, in pages; a `Fault` ends it early."""
         cursor = b"0"
         while True:
-            (reply,) = await node.call([Command("", (pack("SCAN", cursor, "MATCH", _PREFIX + b"*", "COUNT", _PAGE),))])
-            if isinstance(reply, Fault):
-                yield reply
+            step = await _scan(node, cursor, "MATCH", _PREFIX + b"*")
+            if isinstance(step, Fault):
+                yield step
                 return
-            cursor, keys = reply
+            cursor, keys = step
             page = await self._page(node, keys, now) if keys else []
             yield page
             if isinstance(page, Fault) or cursor == b"0":
@@ -112,10 +112,10 @@ class Sizes:
         cursor, seen = b"0", 0
         ours: dict[bytes, None] = {}
         while True:
-            (reply,) = await node.call([Command("", (pack("SCAN", cursor, "COUNT", _PAGE),))])
-            if isinstance(reply, Fault):
+            step = await _scan(node, cursor)
+            if isinstance(step, Fault):
                 break
-            cursor, keys = reply
+            cursor, keys = step
             seen += len(keys)
             ours.update(dict.fromkeys(key for key in keys if key.startswith(_PREFIX)))
             if cursor == b"0" or seen > most:
@@ -123,6 +123,18 @@ class Sizes:
         held = await node.call([Command("", (pack("MEMORY", "USAGE", key),)) for key in ours]) if ours else []
         counts = [each for each in held if isinstance(each, int)]
         return seen, len(counts), sum(counts)
+
+
+async def _scan(node: Node, cursor: bytes, *options: str | bytes) -> tuple[bytes, list[bytes]] | Fault:
+    """The next cursor, b"0" at the end, and some keys."""
+    (reply,) = await node.call([Command("", (pack("SCAN", cursor, *options, "COUNT", _PAGE),))])
+    if isinstance(reply, Fault):
+        return reply
+    if isinstance(reply, list) and len(reply) == 2 and isinstance(reply[1], list):
+        following, keys = reply
+        if isinstance(following, bytes) and all(isinstance(key, bytes) for key in keys):
+            return following, keys
+    return Fault(f"{node.name} gave an answer to SCAN that can't be read", "DOWN")
 
 
 def _fields(item: tuple[int, float | None]) -> tuple[int, None, float | None]:

@@ -164,7 +164,7 @@ def test_behaves_like_a_plain_model(steps, max_bytes):
 
 def test_bytes_are_real_bytes():
     """B26, B35: the bound holds for what the process really takes, the index and the policy included."""
-    count = 20_000
+    count = 10_000
     store = MemoryStore(2**30)
     keys = [f"kite:{{{index % 65536:04x}}}:0123456789abcdef:kv:{index:064x}" for index in range(count)]
     taken = []
@@ -175,13 +175,13 @@ def test_bytes_are_real_bytes():
             for key in part:
                 store.delete(key)
             for key in part:
-                store.put("".join(key), key.encode() * 20)
+                store.put("".join(key), key.encode() * 20)  # a string of its own
             for key in keys:
                 assert store.get(key)
             taken.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
-    counted = store.counters().bytes - sum(map(sys.getsizeof, keys))  # they were there before
+    counted = store.counters().bytes
     assert all(0.8 * counted <= each <= counted for each in taken)
     assert sys.getsizeof(b"") < ENTRY_BYTES
 
@@ -201,8 +201,7 @@ def test_a_prompt_is_given_up_from_its_end():
     store = MemoryStore(len(items) * entry_bytes(*items[0]))
     for item in items:
         store.put(*item)
-    for key in keys:
-        store.get(key)  # the first block is the least recently used
+    # The first block is now the least recently used one.
     for count in range(1, 5):
         store.put(f"{count:{len(keys[0])}}", bytes(len(items[0][1])))
         assert anyio.run(store.leading_run, keys) == store.counters().items - count == len(items) - count
