@@ -1,4 +1,4 @@
-"""What tests of broken tiers need: quick breakers, patient requests, engines."""
+"""What tests of broken tiers need: quick breakers and engines."""
 
 from __future__ import annotations
 
@@ -34,14 +34,6 @@ def open_model(kite_cache: Path) -> Callable[..., Any]:
 def open_tiny(tiny_model: Callable[..., Path], open_model: Callable[..., Any]) -> Callable[..., Any]:
     """``open_tiny(**options)``: a random llama of 2 layers, whose blocks have 8 KiB."""
     return functools.partial(open_model, tiny_model("llama"))
-
-
-@pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> Callable[[KiteEngine], None]:
-    """``eager(engine)``: from now on it loads whatever a tier has, as if computing a token took 20 ms, so that a model
-    of no size uses the tiers as a real one does. Requests wait long enough for that on a busy machine."""
-    monkeypatch.setattr("kitelib.yoco.planner.patience", lambda compute_s, measured: 2.0)
-    return lambda engine: monkeypatch.setattr(engine._current.planner, "_speed", lambda: 50.0)
 
 
 @pytest.fixture

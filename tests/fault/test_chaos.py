@@ -22,7 +22,7 @@ from kitelib.config import TierThresholds
 from tests.support.answers import ONE_STEP, answer, cold_answer, evict_to_pool
 from tests.support.chaos import Disturber, MemoryWatch
 from tests.support.damage import spoil_disk, spoil_redis, value_files
-from tests.support.engines import assert_nothing_left, until
+from tests.support.engines import assert_nothing_left, computes_slowly, until
 from tests.support.file_systems import mounted
 from tests.support.redis_servers import RedisCluster
 from tests.support.s3_server import S3Proxy, S3Server
@@ -210,9 +210,7 @@ async def assert_refused(
     assert engine.stats()["pool"][tier]["refused"] > before
 
 
-async def run(
-    chance: random.Random, tiers: Tiers, eager: Callable[[KiteEngine], None], *, spoil_all: bool
-) -> collections.Counter[str]:
+async def run(chance: random.Random, tiers: Tiers, *, spoil_all: bool) -> collections.Counter[str]:
     """Chaos, then peace, then perhaps everything spoilt; returns how many tokens came from which tier."""
     size = tiers.size
     prompts = shared_prompts(chance, size.prompts, most=size.most_tokens, vocab_size=size.vocab_size)
@@ -220,7 +218,7 @@ async def run(
     async with tiers.open_engine(pool=PoolConfig(memory_bytes=0), **size.engine) as engine:
         expected = [await cold_answer(engine, prompt, **OPTIONS) for prompt in prompts]
     async with tiers.engine() as engine:
-        eager(engine)
+        computes_slowly(engine)
         disturber = Disturber(chance, engine, tiers.cluster, tiers.disk, tiers.pool, tiers.proxy)
         callers = Callers(engine, prompts, expected)
         await chaos(engine, disturber, callers, traffic, size)
@@ -238,11 +236,10 @@ async def run(
     return callers.tiers
 
 
-@pytest.mark.usefixtures("quick_breakers")
+@pytest.mark.usefixtures("quick_breakers", "patient")
 async def test_500_requests_in_chaos_are_answered_as_if_nothing_was_ever_reused(
     seed: int,
     open_tiny: Callable[..., Any],
-    eager: Callable[[KiteEngine], None],
     tmp_path: Path,
     redis_cluster: RedisCluster,
     s3_server: S3Server,
@@ -254,16 +251,15 @@ async def test_500_requests_in_chaos_are_answered_as_if_nothing_was_ever_reused(
     nodes die, hang and come back, and no answer is wrong."""
     with tiers_of(TINY, open_tiny, tmp_path / "disk", redis_cluster, s3_server, s3_proxy()) as tiers:
         async with nothing_unnoticed(caplog):
-            used = await run(random.Random(seed), tiers, eager, spoil_all=True)
+            used = await run(random.Random(seed), tiers, spoil_all=True)
     assert all(used[name] > 0 for name in ("context", "memory", "disk", "redis"))
 
 
-@pytest.mark.usefixtures("quick_breakers")
+@pytest.mark.usefixtures("quick_breakers", "patient")
 async def test_a_real_model_in_chaos(
     seed: int,
     smollm2_path: Path,
     open_model: Callable[..., Any],
-    eager: Callable[[KiteEngine], None],
     tmp_path: Path,
     redis_cluster: RedisCluster,
     s3_server: S3Server,
@@ -274,4 +270,4 @@ async def test_a_real_model_in_chaos(
     opening = functools.partial(open_model, smollm2_path)
     with tiers_of(REAL, opening, tmp_path / "disk", redis_cluster, s3_server, s3_proxy()) as tiers:
         async with nothing_unnoticed(caplog):
-            await run(random.Random(seed), tiers, eager, spoil_all=False)
+            await run(random.Random(seed), tiers, spoil_all=False)

@@ -140,7 +140,7 @@ def test_forks_give_the_same_bits(backend: LlamaCppBackend, fresh: dict[int, Fre
 
 
 def test_any_cut_in_any_company_gives_the_same_bits(backend: LlamaCppBackend, fresh: dict[int, Fresh]) -> None:
-    """One pass over the longest prompt in pieces of random sizes, beside other sequences that come and go."""
+    """B14: the shape of the batch moves no bit. One pass over the longest prompt in pieces of random sizes, beside other sequences that come and go."""
     rng = random.Random(5)
     sequence, neighbour = backend.create(), backend.create()
     held = 0

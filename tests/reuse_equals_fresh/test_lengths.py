@@ -26,6 +26,7 @@ async def engine(smollm2_path: Path, open_engine: Callable[..., Any]) -> AsyncIt
 
 @pytest.mark.parametrize("length", LENGTHS)
 async def test_every_way_to_an_answer_gives_the_same(engine: KiteEngine, cold_engine: KiteEngine, length: int) -> None:
+    """B10: also for exact multiples of the block, and one token before and after; how many tokens are computed has one owner."""
     prompt = prompt_of(length, seed=2)
     expected = await cold_answer(cold_engine, prompt, **GREEDY)
 

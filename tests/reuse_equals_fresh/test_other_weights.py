@@ -49,7 +49,7 @@ async def check_fresh(engine: KiteEngine, prompts: list[list[int]], expected: li
 
 
 async def test_smollm2_with_one_changed_weight(smollm2_path: Path, open_engine: OpenEngine, tmp_path: Path) -> None:
-    """The file is replaced under the same path: same name, size and modification time, one byte differs."""
+    """B18, B19: the file is replaced under the same path: same name, size and modification time, one byte differs."""
     prompts = [prompt_of(length, seed=300) for length in (1, 16, 40)]
     path = tmp_path / "model.gguf"
     shutil.copy2(smollm2_path, path)
@@ -102,6 +102,7 @@ async def test_requests_around_a_reload_belong_to_one_model(
 async def test_an_adapter_of_the_same_name(
     tiny_model: Callable[..., Path], open_engine: OpenEngine, tmp_path: Path, change: str
 ) -> None:
+    """B16, B17: adapters are told apart by content and scale; their names and paths say nothing."""
     model = tiny_model("llama")
     prompts = [prompt_of(length, seed=303, vocab_size=2048) for length in (1, 16, 50)]
     old, new = (write_lora(tmp_path / f"{seed}.gguf", model, seed=seed) for seed in (1, 2))

@@ -24,13 +24,6 @@ SIZES: dict[str, Any] = {"n_ctx": 1024, "kv_tokens": 2048}
 LONG = prompt_of(1000, seed=9)
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests wait for the tiers even on a machine that is busy with other things: what is tested is what they
-    find, not how long they would wait."""
-    monkeypatch.setattr("kitelib.yoco.planner.patience", lambda compute_s, measured: 60.0)
-
-
 @pytest.fixture(scope="module")
 async def expected(cold_engine: KiteEngine) -> dict[int, Any]:
     """The cold answers, by prompt length."""

@@ -11,7 +11,7 @@ import anyio
 from kitelib import KiteEngine
 from kitelib.abc import StepResult, StepWork
 
-__all__ = ["StepRecorder", "assert_nothing_left", "evict_context", "some_tokens", "until"]
+__all__ = ["StepRecorder", "assert_nothing_left", "computes_slowly", "evict_context", "some_tokens", "until"]
 
 
 async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
@@ -33,6 +33,12 @@ async def assert_nothing_left(engine: KiteEngine) -> None:
         return not any(stats[name] for name in ("open_requests", "queued", "running", "blocks_used"))
 
     await until(idle)
+
+
+def computes_slowly(engine: KiteEngine) -> None:
+    """From now on it loads whatever a tier has, as if computing a token took 20 ms: a model of no size is quicker than
+    any tier, and would never use one."""
+    engine._current.planner._speed = lambda: 50.0
 
 
 async def evict_context(engine: KiteEngine) -> None:

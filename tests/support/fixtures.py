@@ -1,4 +1,4 @@
-"""Session fixtures that hand out model files; enabled by ``pytest_plugins = ["tests.support.fixtures"]``."""
+"""Fixtures that hand out model files and change how long is waited; enabled by ``pytest_plugins = ["tests.support.fixtures"]``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.support.gguf_files import write_lora, write_model
 from tests.support.vocabulary import smollm2_gguf
 
-__all__ = ["smollm2", "smollm2_lora", "tiny_model"]
+__all__ = ["patient", "smollm2", "smollm2_lora", "tiny_model"]
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +35,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return path if path.exists() else write_model(path, architecture, seed=seed)
 
     return path_of
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests wait for the tiers even on a machine that is busy with other things: what is tested is what they
+    find, not how long they would wait."""
+    monkeypatch.setattr("kitelib.yoco.planner.patience", lambda compute_s, measured: 60.0)

@@ -63,8 +63,17 @@ def test_between_lru_and_the_optimum(trace, capacity):
     assert hits_of_belady(trace, capacity) <= hits_of_infinite(trace)
 
 
-def test_the_store_beats_lru_clearly_where_little_fits(trace):
-    assert hits_of_store(trace, 2455) > 1.05 * hits_of_lru(trace, 2455)
+def test_what_comes_back_is_kept_although_a_flood_passes_before(tmp_path):
+    """Twenty conversations come back every 40 s; between two turns 500 blocks pass, but only 200 fit."""
+    prompts = []
+    for turn in range(200):
+        first = 5 * (turn % 20)
+        prompts.append(list(range(first, first + 5)))
+        prompts.append(list(range(1000 + 20 * turn, 1020 + 20 * turn)))
+    trace = read_trace(written(tmp_path / "t.jsonl", prompts), 4)
+    assert hits_of_lru(trace, 200) == 0
+    assert hits_of_belady(trace, 200) == 900
+    assert hits_of_store(trace, 200) > 0.5 * 900
 
 
 def test_time_to_live_is_that_of_the_trace(trace):

@@ -54,6 +54,7 @@ async def test_flush_waits_until_everything_is_in_the_pool(open_tiny: Any, recor
 
 
 async def test_invalidate_forgets_everything_and_says_how_much(engine: KiteEngine) -> None:
+    """B20: one call for the context and every tier."""
     await engine.generate(STORY, max_tokens=2)
     await engine.generate([5, *STORY], max_tokens=2)
     await engine.flush()

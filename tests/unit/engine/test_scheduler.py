@@ -251,7 +251,7 @@ async def test_a_failed_step_fails_its_requests_only(
 
 
 async def test_the_event_loop_is_never_held_up(loop_gap: MeasureLoopGap, smollm2_path: Path, cache_dir: Path) -> None:
-    """At most 10 ms. The loop's own computing time is what the library can answer for: with other processes on the
+    """B36: at most 10 ms. The loop's own computing time is what the library can answer for: with other processes on the
     machine, any of them can keep a ready thread waiting for longer than that."""
     async with KiteEngine.open(smollm2_path, n_ctx=512, threads=1, cache_dir=cache_dir) as sixteen:
 

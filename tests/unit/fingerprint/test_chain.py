@@ -141,6 +141,7 @@ def test_store_key_form():
 
 @pytest.mark.parametrize("model", ["SmolLM2", "", "0001020304050607ff", "000102030405060G", "0001020304050607\n"])
 def test_store_key_refuses_display_names(model):
+    """B19: no key is ever made of a name."""
     with pytest.raises(InvalidRequestError, match="model"):
         store_key(model, "kv", ROOT)
 

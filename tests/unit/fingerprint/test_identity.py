@@ -118,6 +118,7 @@ def test_namespace_that_spells_the_derived_one_stays_outside():
 
 
 def test_namespace_equal_to_an_adapter_does_not_share():
+    """B22: every field has its type and length, so no field passes for another."""
     as_namespace = root_fingerprint(MODEL, PATH, "a" * 32)
     as_adapter = root_fingerprint(MODEL, PATH, None, adapter=(b"a" * 32, 1.0))
     assert as_namespace != as_adapter
@@ -141,6 +142,7 @@ print(root.hex(), *(cf.hex() for cf in chain.fingerprints), chain.end().hex())
 
 
 def test_fingerprints_are_the_same_in_every_process():
+    """B6: keys depend on nothing of the process."""
     printed = set()
     for seed in ("0", "1", "random"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}

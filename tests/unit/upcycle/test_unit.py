@@ -181,6 +181,7 @@ def test_unknown_kind():
 )
 @pytest.mark.parametrize("codec", [NONE, ZSTD], ids=["none", "zstd"])
 def test_absurd_sizes_allocate_nothing(offset, value, reason, codec):
+    """B3: what a value says of its own size is believed only after it was checked."""
     blob = reseal(pack(kv_unit(), codec), offset, value) if offset != 12 else None
     if blob is None:  # the header's own length: the checksum can't be found any more
         good = pack(kv_unit(), codec)
@@ -245,6 +246,7 @@ def test_other_model():
 
 
 def test_other_layout_and_kind_and_size():
+    """B1: data laid out in another way than the reader knows is refused, never copied."""
     unit = kv_unit()
     blob = pack(unit, NONE)
     with pytest.raises(FormatError, match=r"layout is 'test\.kv\.1', not 'test\.kv\.2'"):

@@ -118,6 +118,7 @@ async def test_a_model_without_blocks_and_a_pool_without_memory_are_never_asked(
 
 
 async def test_units_of_another_model_layout_or_size_are_no_hit() -> None:
+    """B1: the layout is part of what a unit must be."""
     pool = await pool_with(units_of(PROMPT))
     for planner in (
         Planner(pool, dataclasses.replace(INFO, model_state=b"x" * 32), LAYOUT),

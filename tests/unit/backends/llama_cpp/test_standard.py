@@ -179,6 +179,7 @@ def test_the_tolerance_notices_wrong_blocks(backend: LlamaCppBackend) -> None:
 async def test_an_engine_reuses_and_answers_the_same(
     request: pytest.FixtureRequest, tmp_path: Path, model: str, num_tokens: int
 ) -> None:
+    """B14: where the shape of the batch may move bits, answers are compared with a tolerance, and called "standard"."""
     path, asked = request.getfixturevalue(model), {"max_tokens": 8, "logprobs": 5, "ignore_eos": True}
     limits = {"n_ctx": 768, "kv_tokens": 2048, "threads": 1, "max_sequences": 4}
     policy = ReusePolicy(numerics="standard")
