@@ -4,10 +4,10 @@
 PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$name && break; done)
 BIN := .venv/bin
-SOURCES := pyproject.toml tools/setup_venv.py tools/build_llama_cpp.py tools/progress.py
+SOURCES := pyproject.toml $(wildcard tools/*.py csrc/include/* csrc/src/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs bench clean
+.PHONY: help demo test check docs bench bench-pool clean
 
 help:
 	@echo "make demo    watch a real model answer a bank's customers, with and without reuse (about 2 minutes)"
@@ -15,6 +15,7 @@ help:
 	@echo "make check   ruff, mypy and the import rule"
 	@echo "make docs    write the API reference to site/"
 	@echo "make bench   run the benchmark of the lite engine; prints a table and JSON"
+	@echo "make bench-pool   run the benchmark of the tiers (needs redis-server); prints a table and JSON"
 	@echo "make clean   remove what these commands made, .venv too (the built llama.cpp stays in the cache)"
 	@echo
 	@echo "The first of them also makes .venv: about 10 minutes on 2 cores, because llama.cpp is compiled once."
@@ -43,8 +44,11 @@ docs: .venv/.kite-dev
 bench: .venv/.kite-dev
 	@$(BIN)/python tests/benchmarks/lite.py $(BENCH_ARGS)
 
+bench-pool: .venv/.kite-dev
+	@$(BIN)/python tests/benchmarks/pool.py $(BENCH_ARGS)
+
 clean:
-	rm -rf .venv site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv site dist build src/kitelib/native/_kite.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps: .venv holds everything the extra needs. A changed pyproject.toml or tool brings it up to date.

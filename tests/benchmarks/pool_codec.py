@@ -220,11 +220,12 @@ def main() -> None:
     parser.add_argument("--skip-answers", action="store_true", help="leave out the effect of int8 on answers")
     options = parser.parse_args()
     report = run(model=options.model, repeats=options.repeats, with_answers=not options.skip_answers)
-    _print_tables(report)
+    show(report)
     print(json.dumps(report))
 
 
-def _print_tables(report: dict[str, Any]) -> None:
+def show(report: dict[str, Any]) -> None:
+    """Prints the figures as tables."""
     print(
         f"{report['units']['sizes']} units of {report['unit_bytes']} bytes, {report['shape']}; native: {report['native']}"
     )

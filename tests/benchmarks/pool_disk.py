@@ -113,6 +113,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     report = run(folder=options.folder, repeats=options.repeats)
+    show(report)
+    print(json.dumps(report))
+
+
+def show(report: dict[str, Any]) -> None:
+    """Prints the figures as a table."""
     for name, value in report["read_gb_per_s"].items():
         print(f"reading, {name:20} {value:6.2f} GB/s")
     print(f"writing, {'store':20} {report['write_gb_per_s']:6.2f} GB/s")
@@ -121,7 +127,6 @@ def main() -> None:
         f"store : cat              {report['store_to_cat']:.2f} (in runs of {RUN_VALUES}: {report['store_runs_to_cat']:.2f})"
     )
     print(f"store : cat | cat        {report['store_to_cat_pipe']:.2f}")
-    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -204,8 +204,8 @@ def run(*, quick: bool = False) -> dict[str, Any]:
         }
 
 
-def lines(result: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Rows of the table: what, the figure, and what it should be."""
+def show(result: dict[str, Any]) -> None:
+    """Prints the figures as a table: what, the figure, and what it should be."""
     rows = [
         (f"request with a store that {name}, to one without a pool", f"{each['ratio']:.3f}", "<= 1.02")
         for name, each in result["cut off"].items()
@@ -222,7 +222,8 @@ def lines(result: dict[str, Any]) -> list[tuple[str, str, str]]:
             "",
         )
     )
-    return rows
+    for what, figure, target in rows:
+        print(f"{what:82} {figure:>8}  {target}")
 
 
 def main() -> None:
@@ -230,8 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few samples: does the benchmark itself work?")
     result = run(quick=parser.parse_args().quick)
-    for what, figure, target in lines(result):
-        print(f"{what:75} {figure:>8}  {target}")
+    show(result)
     print(json.dumps(result, indent=2))
 
 

@@ -135,6 +135,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="times that the store and redis-benchmark take turns")
     report = run(parser.parse_args().rounds)
+    show(report)
+    print(json.dumps(report))
+
+
+def show(report: dict[str, Any]) -> None:
+    """Prints the figures as a table."""
     print(f"{'value bytes':>11}  {'connections':>11}  {'store MB/s':>10}  {'redis-benchmark MB/s':>20}  {'ratio':>5}")
     for cell in report["cells"]:
         print(
@@ -143,7 +149,6 @@ def main() -> None:
         )
     lookup = report["lookup"]
     print(f"lookup of {lookup['keys']} keys: P50 {lookup['p50_ms']} ms, P99 {lookup['p99_ms']} ms")
-    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.file_systems import mounted, remounted
+from tests.support.file_systems import mounted
 from tests.support.redis_servers import RedisServer
 from tests.support.s3_server import S3Proxy, S3Server
 
@@ -27,12 +27,14 @@ class Outage:
         pool: options of a pool with this tier only.
         cut: cuts it off. Blocks.
         restore: brings it back, perhaps empty. Blocks.
+        reads: what was stored before can still be read.
     """
 
     tier: str
     pool: dict[str, Any]
     cut: Callable[[], object]
     restore: Callable[[], object]
+    reads: bool = False
 
 
 @contextlib.contextmanager
@@ -64,9 +66,16 @@ def _disk_gone(folder: Path) -> Iterator[Outage]:
 
 
 @contextlib.contextmanager
-def _disk_read_only(folder: Path) -> Iterator[Outage]:
+def _disk_full(folder: Path) -> Iterator[Outage]:
     with mounted(folder / "disk", 8 * 2**20) as disk:
-        yield Outage("disk", {"disk": str(disk / "pool")}, lambda: remounted(disk, "ro"), lambda: remounted(disk, "rw"))
+        filler = disk / "filler"
+
+        def cut() -> None:
+            with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+
+        yield Outage("disk", {"disk": str(disk / "pool")}, cut, filler.unlink, reads=True)
 
 
 OUTAGES: dict[str, Callable[[Path, S3Server], contextlib.AbstractContextManager[Outage]]] = {
@@ -75,7 +84,7 @@ OUTAGES: dict[str, Callable[[Path, S3Server], contextlib.AbstractContextManager[
     "s3: hangs": lambda _, server: _s3(server, "hang"),
     "s3: refuses": lambda _, server: _s3(server, "503"),
     "disk: gone": lambda folder, _: _disk_gone(folder),
-    "disk: read-only": lambda folder, _: _disk_read_only(folder),
+    "disk: full": lambda folder, _: _disk_full(folder),
 }
 
 

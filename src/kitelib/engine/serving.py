@@ -19,7 +19,7 @@ from kitelib.errors import EngineClosedError, KiteError, UnsupportedOptionError
 from kitelib.fingerprint import Fingerprint, root_fingerprint
 from kitelib.runtime.streams import LoopPort
 from kitelib.runtime.supervisor import Supervisor
-from kitelib.runtime.threads import ModelThread
+from kitelib.runtime.threads import ModelThread, to_the_end
 from kitelib.stores.pool import RUPool
 from kitelib.upcycle.recycler import Recycler
 from kitelib.yoco.planner import EMPTY_PREFIX, Planner, PooledPrefix, late_prefix
@@ -158,7 +158,7 @@ class Serving:
         try:
             await self.thread.join()
         finally:
-            self.backend.close()
+            await to_the_end(self.backend.close)  # gives gigabytes back to the system, which takes its time
 
 
 def bind_late(scheduler: Scheduler, request: Request, prefix: PooledPrefix) -> None:

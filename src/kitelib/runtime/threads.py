@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
-__all__ = ["ModelThread", "ThreadDoor"]
+__all__ = ["ModelThread", "ThreadDoor", "to_the_end"]
 
 T = TypeVar("T")
 
@@ -46,7 +46,12 @@ class ModelThread:
 
     async def join(self) -> None:
         """Waits for the thread to end, without blocking the loop, even if the caller is cancelled."""
-        await _whole(anyio.to_thread.run_sync(self._thread.join))
+        await to_the_end(self._thread.join)
+
+
+async def to_the_end(job: Callable[[], T]) -> T:
+    """Runs a blocking job in a thread of its own, to its end even if the caller is cancelled."""
+    return await _whole(anyio.to_thread.run_sync(job))
 
 
 async def _whole(call: Coroutine[Any, Any, T], discard: Callable[[T], object] | None = None) -> T:

@@ -41,6 +41,7 @@ class StoreGuard:
         self.errors = 0
         self.timeouts = 0
         self._name = name
+        self._why = "nobody knows"
         self._abandoned: set[asyncio.Task[Any]] = set()
 
     @property
@@ -67,7 +68,9 @@ class StoreGuard:
             StoreError: there is no good answer: it failed, was late, or the breaker lets no call pass.
         """
         if not self.breaker.allows():
-            raise StoreError(f"{operation} of {self._name} is not tried: it failed too often a moment ago")
+            raise StoreError(
+                f"{operation} of {self._name} is not tried: it failed too often a moment ago, at last because {self._why}"
+            )
         if len(self._abandoned) >= _MAX_ABANDONED:
             raise StoreError(f"{operation} of {self._name} is not tried: {len(self._abandoned)} calls still hang")
         try:
@@ -82,7 +85,11 @@ class StoreGuard:
     def _failure(self, operation: str, error: Exception) -> StoreError:
         self.errors += 1
         _LOG.debug("%s of %s failed: %r", operation, self._name, error)
-        return error if isinstance(error, StoreError) else StoreError(f"{operation} of {self._name} failed: {error!r}")
+        failure = (
+            error if isinstance(error, StoreError) else StoreError(f"{operation} of {self._name} failed: {error!r}")
+        )
+        self._why = str(failure)
+        return failure
 
     async def _bounded(
         self, operation: str, make: Callable[[], Awaitable[T]], good: Callable[[T], bool], timeout_s: float

@@ -98,6 +98,23 @@ async def test_closing_ends_what_is_open(open_tiny: Any, record: Any) -> None:
     await engine.aclose()
 
 
+async def test_the_model_is_freed_off_the_event_loop(open_tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freeing gigabytes takes a while, and a server that reloads a model goes on meanwhile."""
+    threads: list[threading.Thread] = []
+
+    def watch(engine: KiteEngine) -> None:
+        backend = engine._current.backend
+        close = backend.close
+        monkeypatch.setattr(backend, "close", lambda: (threads.append(threading.current_thread()), close()))
+
+    async with open_tiny() as engine:
+        watch(engine)
+        await engine.reload()
+        watch(engine)
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads
+
+
 async def test_a_cancelled_closing_still_closes(open_tiny: Any, record: Any) -> None:
     engine = await open_tiny()
     steps = record(engine)

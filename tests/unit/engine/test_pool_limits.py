@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,14 +105,15 @@ async def test_a_codec_that_breaks_is_a_miss(
         assert engine.stats()["pool"]["memory"]["refused"] > 0
 
 
-async def test_a_key_protects_what_is_stored(open_tiny: Any, right_answers: list[list[int]]) -> None:
-    async with open_tiny(pool=PoolConfig(hmac_key=b"k" * 32)) as engine:
+async def test_a_key_protects_what_is_stored(open_tiny: Any, right_answers: list[list[int]], tmp_path: Path) -> None:
+    """A tier outside the process that another key has written is refused, and the answers stay right."""
+    folder = str(tmp_path / "pool")
+    async with open_tiny(pool=PoolConfig(disk=folder, hmac_key=b"k" * 32)) as engine:
         assert await answers_of(engine) == right_answers
-        assert engine.stats()["pool"]["memory"]["hits"] > 0
-        engine.pool._hmac_key = b"x" * 32
+    async with open_tiny(pool=PoolConfig(disk=folder, hmac_key=b"x" * 32)) as engine:
         gen = await engine.generate(PROMPTS[0], max_tokens=4, ignore_eos=True)
         assert (gen.token_ids, gen.usage.cached_tokens) == (right_answers[0], 0)
-        assert engine.stats()["pool"]["memory"]["refused"] > 0
+        assert engine.stats()["pool"]["disk"]["refused"] > 0
 
 
 async def test_units_can_be_looked_up_by_fingerprint(open_tiny: Any) -> None:

@@ -14,8 +14,7 @@ import pytest
 
 from kitelib.abc import SharedStore
 from kitelib.errors import MissingExtraError, StoreError
-from kitelib.stores import redis_wire
-from kitelib.stores.redis import DEFAULT_TTL_S, RedisStore
+from kitelib.stores.redis import DEFAULT_TTL_S, RedisStore, wire
 from kitelib.testing import check_store
 from tests.support.event_loop import MeasureLoopGap
 from tests.support.redis_servers import RedisCluster, RedisSentinels, RedisServer, listening
@@ -478,6 +477,6 @@ async def test_part_of_a_reply_too_much_is_not_taken_for_the_next(surplus: bytes
 def test_without_the_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hiredis", None)
     with pytest.raises(MissingExtraError, match=r"kitelib\[redis\]"):
-        redis_wire.require_redis()
+        wire.require_redis()
     with pytest.raises(MissingExtraError, match="Redis tier"):
         RedisStore("redis://cache")

@@ -4,7 +4,7 @@ import pytest
 
 from kitelib.errors import ConfigError
 from kitelib.stores.redis import RedisStore
-from kitelib.stores.redis_url import parse_redis_url
+from kitelib.stores.redis.url import parse_redis_url
 
 SECRET = "hunter2"
 

@@ -167,6 +167,7 @@ def test_expectations_are_the_keys_of_the_units() -> None:
     st.lists(st.integers(0, 2), min_size=1, max_size=14),
 )
 async def test_only_tokens_of_the_prompt_are_ever_given(stored: list[list[int]], prompt: list[int]) -> None:
+    """B8: a key covers exactly the tokens of its unit, so a whole block never answers for a part of it."""
     prefix = await find([unit for tokens in stored for unit in units_of(tokens)], prompt)
     found = tokens_in(prefix)
     assert found == prompt[: len(found)]

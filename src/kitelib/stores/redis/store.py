@@ -11,12 +11,12 @@ import anyio
 
 from kitelib.abc import Clock, StoredItem, StoreStats
 from kitelib.errors import ConfigError, StoreError
-from kitelib.stores.redis_fault import Fault
-from kitelib.stores.redis_nodes import PIPELINE_BYTES, Command, Node, Reply
-from kitelib.stores.redis_scan import Listing, Sizes
-from kitelib.stores.redis_topology import Topology
-from kitelib.stores.redis_url import parse_redis_url
-from kitelib.stores.redis_wire import Dialer, pack, pack_set, require_redis
+from kitelib.stores.redis.fault import Fault
+from kitelib.stores.redis.nodes import PIPELINE_BYTES, Command, Node, Reply
+from kitelib.stores.redis.scan import Listing, Sizes
+from kitelib.stores.redis.topology import Topology
+from kitelib.stores.redis.url import parse_redis_url
+from kitelib.stores.redis.wire import Dialer, pack, pack_set, require_redis
 from kitelib.upcycle.unit import MAX_DATA_BYTES
 
 __all__ = ["DEFAULT_TTL_S", "RedisStore"]
@@ -57,7 +57,7 @@ class RedisStore:
     ``maxmemory`` bound use a ``volatile-...`` policy, which evicts values and spares epochs.
 
     Args:
-        url: see `kitelib.stores.redis_url.parse_redis_url`.
+        url: see `kitelib.stores.redis.url.parse_redis_url`.
         ttl_s: seconds a value lives; None means `DEFAULT_TTL_S`.
         connect_timeout: seconds that opening a connection may take, with TLS and login.
         socket_timeout: seconds that a server may stay silent within a call.

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Final
 
 from kitelib.abc import StoredItem
-from kitelib.stores.redis_fault import Fault
-from kitelib.stores.redis_nodes import Command, Node, Reply
-from kitelib.stores.redis_wire import pack
+from kitelib.stores.redis.fault import Fault
+from kitelib.stores.redis.nodes import Command, Node, Reply
+from kitelib.stores.redis.wire import pack
 
 __all__ = ["Listing", "Sizes"]
 

@@ -18,9 +18,9 @@ import anyio
 import anyio.to_thread
 
 from kitelib.errors import MissingExtraError
-from kitelib.stores.redis_bulk import BulkReader
-from kitelib.stores.redis_fault import Fault, WireError
-from kitelib.stores.redis_url import Address
+from kitelib.stores.redis.bulk import BulkReader
+from kitelib.stores.redis.fault import Fault, WireError
+from kitelib.stores.redis.url import Address
 
 __all__ = ["Dialer", "Wire", "pack", "pack_set", "require_redis"]
 

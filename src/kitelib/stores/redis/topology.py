@@ -16,10 +16,10 @@ from kitelib.abc import Clock
 from kitelib.errors import StoreError
 from kitelib.runtime.supervisor import Supervisor
 from kitelib.stores.breaker import Breaker
-from kitelib.stores.redis_fault import Fault
-from kitelib.stores.redis_nodes import Command, Node
-from kitelib.stores.redis_url import Address, RedisTarget
-from kitelib.stores.redis_wire import Dialer, pack
+from kitelib.stores.redis.fault import Fault
+from kitelib.stores.redis.nodes import Command, Node
+from kitelib.stores.redis.url import Address, RedisTarget
+from kitelib.stores.redis.wire import Dialer, pack
 
 __all__ = ["Topology", "hash_slot"]
 

@@ -10,9 +10,9 @@ import anyio
 
 from kitelib.abc import Clock
 from kitelib.stores.breaker import Breaker
-from kitelib.stores.redis_fault import Fault, WireError
-from kitelib.stores.redis_url import Address
-from kitelib.stores.redis_wire import Dialer, Wire, pack
+from kitelib.stores.redis.fault import Fault, WireError
+from kitelib.stores.redis.url import Address
+from kitelib.stores.redis.wire import Dialer, Wire, pack
 
 __all__ = ["AHEAD_BYTES", "PIPELINE_BYTES", "Command", "Node", "Reply"]
 
