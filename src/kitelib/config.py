@@ -126,6 +126,8 @@ class PoolConfig:
             check_bytes(f"PoolConfig.{name}", getattr(self, name))
         if self.disk is not None:
             object.__setattr__(self, "disk", os.fspath(self.disk))
+            if not self.disk:
+                raise ConfigError("PoolConfig.disk is empty; give a folder, or None for no disk tier")
         for name in ("connect_timeout", "socket_timeout", "freshness_check_interval"):
             check_seconds(f"PoolConfig.{name}", getattr(self, name))
         if self.ttl_seconds is not None:

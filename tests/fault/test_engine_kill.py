@@ -39,8 +39,8 @@ def killed_while_writing(chance: random.Random, *args: Any, **options: Any) -> i
         return done
 
 
-async def assert_usable(engine: KiteEngine, prompts: list[list[int]], expected: list[Any]) -> None:
-    """All answers are right, and nothing is refused."""
+async def assert_usable(engine: KiteEngine, prompts: list[list[int]], expected: list[Any]) -> dict[str, int]:
+    """All answers are right, and nothing is refused. Returns what was found in which tier."""
     computes_slowly(engine)
     for prompt, cold in zip(prompts, expected, strict=True):
         gen = await engine.generate(prompt, reuse=ONE_STEP, **GREEDY)
@@ -48,6 +48,7 @@ async def assert_usable(engine: KiteEngine, prompts: list[list[int]], expected: 
     for name, stats in engine.stats()["pool"].items():
         assert (stats["refused"], stats["errors"]) == (0, 0), name
     await assert_nothing_left(engine)
+    return {name: stats["hits"] for name, stats in engine.stats()["pool"].items()}
 
 
 @pytest.mark.usefixtures("patient")
@@ -81,8 +82,14 @@ async def test_an_engine_killed_while_writing_leaves_only_what_is_right(
             assert not list((tmp_path / "pool" / "temp").iterdir())
         # The same units are in Redis as well: without the disk they come from there.
         async with open_tiny(pool=dataclasses.replace(config, disk=None)) as engine:
+            engine.pool.tiers.offer = lambda pending: None
+            found.update(await assert_usable(engine, prompts, expected))
+        print(f"killed after {done} prompts; {dict(found)}")
+        async with open_tiny(pool=config) as engine:  # writing goes on where the other was interrupted
             await assert_usable(engine, prompts, expected)
-            found["redis"] += engine.stats()["pool"]["redis"]["hits"]
-            await engine.invalidate()
+            await engine.flush()
+            await engine.pool.drain()
+            assert not list((tmp_path / "pool" / "temp").iterdir())
+            assert (await engine.invalidate())["disk"] > len(prompts)
     assert found["disk"] > 0
     assert found["redis"] > 0

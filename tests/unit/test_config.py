@@ -96,6 +96,11 @@ def pool_of(parse: Parse, pool: str) -> PoolConfig:
     return parse(f"ru_pool: {{{pool}, lifecycle: {{ttl_seconds: null}}}}").to_pool_config()
 
 
+def test_an_empty_folder_name_is_no_disk_tier() -> None:
+    with pytest.raises(ConfigError, match=r"PoolConfig\.disk is empty"):
+        PoolConfig(disk="")
+
+
 def test_a_pool_in_memory(parse: Parse) -> None:
     assert pool_of(parse, "backend: memory") == PoolConfig()
     assert pool_of(parse, "memory_bytes: 0") == PoolConfig(memory_bytes=0)
