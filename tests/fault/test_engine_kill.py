@@ -74,12 +74,8 @@ async def test_an_engine_killed_while_writing_leaves_only_what_is_right(
             lambda: killed_while_writing(chance, tiny_model("llama"), kite_cache, pool, prompts, **options)
         )
         async with open_tiny(pool=config) as engine:
-            await assert_usable(engine, prompts, expected)
-            found["disk"] += engine.stats()["pool"]["disk"]["hits"]
-            print(f"killed after {done} prompts; {dict(found)}")
-            await engine.flush()
-            await engine.pool.drain()
-            assert not list((tmp_path / "pool" / "temp").iterdir())
+            engine.pool.tiers.offer = lambda pending: None  # so that all that is found is from the killed process
+            found.update(await assert_usable(engine, prompts, expected))
         # The same units are in Redis as well: without the disk they come from there.
         async with open_tiny(pool=dataclasses.replace(config, disk=None)) as engine:
             engine.pool.tiers.offer = lambda pending: None

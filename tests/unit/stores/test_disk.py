@@ -9,8 +9,7 @@ import pytest
 from kitelib.abc import SharedStore
 from kitelib.errors import ConfigError, StoreError
 from kitelib.fingerprint import model_key, store_key
-from kitelib.stores import disk
-from kitelib.stores.disk import DiskStore
+from kitelib.stores.disk import DiskStore, ledger
 from kitelib.testing import check_store
 from kitelib.upcycle.codec import get_codec
 from kitelib.upcycle.unit import HEAD_BYTES, pack, peek
@@ -406,7 +405,7 @@ async def test_a_cancelled_put_leaves_nothing_half_done(tmp_path):
     assert list((tmp_path / "temp").iterdir()) == []
     found = sum(path.lstat().st_blocks * 512 for path in files_of(tmp_path))
     assert (await store.stats()).bytes == found
-    books = await anyio.to_thread.run_sync(disk.read_books, str(tmp_path))
+    books = await anyio.to_thread.run_sync(ledger.read_books, str(tmp_path))
     assert not books.owners_with_reservations()
     await store.aclose()
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kitelib.errors import StoreError
-from kitelib.stores import disk_files
-from kitelib.stores.disk import DiskStore
+from kitelib.stores.disk import DiskStore, files
 from kitelib.stores.disk.files import FORMAT_TEXT, file_name, header_bytes, key_of_name, shard_of
 from tests.support.disk_process import key_of
 
@@ -239,8 +238,8 @@ def test_every_key_has_a_safe_name_of_its_own(key):
 
 async def test_no_path_of_the_system_is_needed_beyond_plain_reading(store, monkeypatch):
     """B34: hints to the system are optional, and so is the flag that spares the time of access."""
-    from kitelib.stores import disk_reader
+    from kitelib.stores.disk import reader
 
-    monkeypatch.setattr(disk_reader, "_ADVISE", None)
-    monkeypatch.setattr(disk_files, "_NO_ACCESS_TIME", 0)
+    monkeypatch.setattr(reader, "_ADVISE", None)
+    monkeypatch.setattr(files, "_NO_ACCESS_TIME", 0)
     assert await store.get_many([key_of(0), key_of(1)]) == [VALUE + b"0", VALUE + b"1"]

@@ -14,7 +14,8 @@ import pytest
 
 from kitelib.abc import SharedStore
 from kitelib.errors import MissingExtraError, StoreError
-from kitelib.stores.redis import DEFAULT_TTL_S, RedisStore, wire
+from kitelib.stores.redis import RedisStore, wire
+from kitelib.stores.redis.store import DEFAULT_TTL_S
 from kitelib.testing import check_store
 from tests.support.event_loop import MeasureLoopGap
 from tests.support.redis_servers import RedisCluster, RedisSentinels, RedisServer, listening
@@ -319,7 +320,7 @@ async def test_large_values_come_back_and_the_loop_stays_free(
 async def test_a_value_that_no_unit_can_have_is_not_taken(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kitelib.stores.redis._MAX_VALUE_BYTES", 1000)
+    monkeypatch.setattr("kitelib.stores.redis.store._MAX_VALUE_BYTES", 1000)
     redis_server.call("SET", key(1), b"x" * 200_000)
     async with opened(redis_server.url) as store:
         await store.put_many([(key(2), b"y" * 1000), (key(3), b"z" * 1001)])

@@ -14,8 +14,8 @@ import pytest
 from kitelib.abc import SharedStore
 from kitelib.errors import StoreError
 from kitelib.fingerprint import store_key
-from kitelib.stores import s3, s3_client
-from kitelib.stores.s3 import S3Store
+from kitelib.stores.s3 import S3Store, client
+from kitelib.stores.s3 import store as s3_store
 
 
 class HandClock:
@@ -69,9 +69,9 @@ async def test_big_values_go_up_in_parts_and_appear_whole(make, s3_proxy):
     """B4: a value is visible when its upload is complete, never before."""
     proxy = s3_proxy()
     store = make(proxy=proxy)
-    value = random.Random(1).randbytes(s3_client.PART_BYTES * 2 + 12345)
-    await store.put_many([(key(0), value), (key(1), value[: s3_client.PART_BYTES])])
-    assert await store.get_many([key(0), key(1)]) == [value, value[: s3_client.PART_BYTES]]
+    value = random.Random(1).randbytes(client.PART_BYTES * 2 + 12345)
+    await store.put_many([(key(0), value), (key(1), value[: client.PART_BYTES])])
+    assert await store.get_many([key(0), key(1)]) == [value, value[: client.PART_BYTES]]
     assert await store.get_heads([key(0)], 10) == [value[:10]]
     uploads = [request.path for request in proxy.requests if request.method in ("PUT", "POST")]
     assert sum("partNumber=" in path for path in uploads) == 3
@@ -83,7 +83,7 @@ async def test_an_upload_that_ends_early_leaves_no_value(make, s3_proxy):
     store = make(proxy=proxy)
     proxy.only, proxy.faults = "PUT", type(proxy.faults)([None, "hang", "hang", "hang"])
     with anyio.move_on_after(0.5):
-        await store.put_many([(key(0), bytes(3 * s3_client.PART_BYTES))])
+        await store.put_many([(key(0), bytes(3 * client.PART_BYTES))])
     assert await store.get_many([key(0)]) == [None]
     assert (await store.stats()).items == 0
 
@@ -110,7 +110,7 @@ async def test_objects_too_big_for_a_unit_are_misses_before_anything_is_allocate
     proxy = s3_proxy()
     store = make(proxy=proxy)
     await store.put_many([(key(0), bytes(5000)), (key(1), bytes(100)), (key(2), bytes(900)), (key(3), bytes(900))])
-    monkeypatch.setattr(s3, "MAX_OBJECT_BYTES", 1000)
+    monkeypatch.setattr(s3_store, "MAX_OBJECT_BYTES", 1000)
     assert await store.get_many([key(0), key(1)]) == [None, bytes(100)]
     assert (await store.stats()).errors == 0
     # Together they would be too big for one answer: one of them is left out, and counted.
@@ -191,8 +191,8 @@ async def test_large_stores_are_estimated_from_their_first_objects(make, monkeyp
     store = make(large_place)
     exact = await store.stats()
     assert (exact.items, exact.bytes) == (1061, 1010 * 50 + 50 * 10 + 1)
-    monkeypatch.setattr(s3, "_COUNTED", 900)
-    monkeypatch.setattr(s3, "PAGE", 250)
+    monkeypatch.setattr(s3_store, "_COUNTED", 900)
+    monkeypatch.setattr(s3_store, "PAGE", 250)
     estimate = await store.stats()
     assert estimate.items != exact.items
     assert estimate.items == pytest.approx(exact.items, rel=0.15)

@@ -11,8 +11,7 @@ import pytest
 
 from kitelib.errors import StoreError
 from kitelib.fingerprint import store_key
-from kitelib.stores import s3_client
-from kitelib.stores.s3 import S3Store
+from kitelib.stores.s3 import S3Store, client
 
 
 def key(number):
@@ -27,8 +26,8 @@ def proxy(s3_proxy):
 @pytest.fixture
 def make(s3_server, proxy, monkeypatch):
     """Stores that lose patience soon, so that tests needn't wait."""
-    monkeypatch.setattr(s3_client, "MIN_CONNECT_S", 0.3)
-    monkeypatch.setattr(s3_client, "MIN_READ_S", 0.4)
+    monkeypatch.setattr(client, "MIN_CONNECT_S", 0.3)
+    monkeypatch.setattr(client, "MIN_READ_S", 0.4)
 
     def make_one(url=None, **options):
         given = s3_server.options(endpoint=proxy.endpoint) | options

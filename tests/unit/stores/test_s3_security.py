@@ -5,8 +5,7 @@ import pytest
 
 from kitelib.errors import StoreError
 from kitelib.fingerprint import store_key
-from kitelib.stores import s3_client
-from kitelib.stores.s3 import S3Store
+from kitelib.stores.s3 import S3Store, client
 from tests.support.s3_server import self_signed_certificate, start_s3_server
 
 KEY = store_key("0123456789abcdef", "kv", bytes(32))
@@ -19,8 +18,8 @@ def no_aws_variables(monkeypatch):
 
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(s3_client, "MIN_CONNECT_S", 0.5)
-    monkeypatch.setattr(s3_client, "MIN_READ_S", 1.0)
+    monkeypatch.setattr(client, "MIN_CONNECT_S", 0.5)
+    monkeypatch.setattr(client, "MIN_READ_S", 1.0)
 
 
 @pytest.fixture(scope="module")
