@@ -36,8 +36,8 @@ class TierThresholds:
     """When a unit counts as hot, warm or cold.
 
     Attributes:
-        hot_hits_per_hour: more hits than this within an hour make a unit hot: it is copied to every faster tier and
-            evicted from memory last; default 100.
+        hot_hits_per_hour: more hits than this within an hour make a unit hot: it is copied to every faster
+            tier; default 100.
         warm_hits_per_day: more hits than this within 24 hours make a unit warm: it is copied back from the archive to
             Redis, and with ``share="when_warm"`` only warm units go to Redis at all; default 10.
         cold_after_s: seconds without a hit after which a unit is cold and moves to the archive (S3); default 7 days.

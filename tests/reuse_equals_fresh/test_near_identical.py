@@ -288,25 +288,6 @@ async def test_units_of_an_earlier_epoch_are_misses() -> None:
     assert cache.pool.refused == 0  # nothing is wrong with them; they are only old
 
 
-async def test_with_a_key_only_authentic_units_are_found() -> None:
-    """Right key, right token ids, sound checksums, wrong data: only an HMAC can tell."""
-    cache = Cache.create(hmac_key=b"secret")
-    tokens = list(range(1, 12))
-    await cache.store(tokens)
-    assert await cache.check_lookup(tokens, 0) == len(tokens)
-    for key, entry in cache.stored.items():
-        sound = cache.pool.memory.get(key)
-        for hmac_key in (None, b"guessed"):
-            data = np.full(entry[0].num_bytes or 0, 0xAB, np.uint8)
-            unit = unit_of(*entry, data=data)
-            cache.pool.memory.put(key, pack(unit, get_codec("raw", "none"), hmac_key=hmac_key))
-            refused = cache.pool.refused
-            await cache.check_lookup(tokens, 0)
-            assert cache.pool.refused > refused
-        assert sound is not None
-        cache.pool.memory.put(key, sound)
-
-
 def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 

@@ -450,7 +450,7 @@ class KiteEngine:
             "context_evictions": serving.memory.evictions,
             "numerics": info.numerics,
             "model": info.name,
-            "notes": list(info.notes),
+            "notes": [*info.notes, *self.pool.notes()],
             "recycler": {
                 "registered": self._recycler.registered,
                 "dropped": self._recycler.dropped,

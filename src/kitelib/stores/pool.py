@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -20,20 +20,21 @@ from kitelib.config import PoolConfig
 from kitelib.errors import FormatError, InvalidRequestError
 from kitelib.fingerprint import FINGERPRINT_BYTES, store_key
 from kitelib.fingerprint.chain import model_key
+from kitelib.native.library import native_note
 from kitelib.runtime.limits import default_pool_bytes
 from kitelib.runtime.supervisor import Supervisor
 from kitelib.runtime.threads import ThreadDoor
 from kitelib.stores.forms import StoredForms
 from kitelib.stores.hot_set import warm_memory
 from kitelib.stores.keys import unit_key
-from kitelib.stores.known import HitRoots, KnownKeys
 from kitelib.stores.lifecycle import Lifecycle
 from kitelib.stores.memory import MemoryStore
+from kitelib.stores.outer_writes import OuterWrites
 from kitelib.stores.registry import open_stores
 from kitelib.stores.siblings import Siblings
-from kitelib.stores.tier import ARCHIVE, Pending, Tier
+from kitelib.stores.tier import ARCHIVE, Tier
 from kitelib.stores.tiered import Span, Tiers
-from kitelib.upcycle.unit import Expectation, RecyclableUnit, inspect, pack, unpack
+from kitelib.upcycle.unit import Expectation, RecyclableUnit, inspect, unpack
 
 __all__ = ["RUPool", "Wanted"]
 
@@ -42,10 +43,7 @@ _OUTER_KINDS: Final = ("kv", "logits", "completion", "lora")
 _MAX_PROMOTING_BYTES: Final = 64 * 2**20
 _CALL_MARGIN_S: Final = 0.2  # what a store needs to give up by itself after its own timeouts
 _ARCHIVE_TIMEOUT_S: Final = 5.0  # an object store may take a second to its first byte
-_HIT_ROOTS: Final = 8192
 _EPOCH_WAIT_S: Final = 3.0
-_KNOWN_KEYS: Final = 32768
-_KNOWN_S: Final = 600.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +74,10 @@ class RUPool:
     def __init__(self, config: PoolConfig, door: ThreadDoor, *, on_epoch: Callable[[], None] | None = None) -> None:
         limit = default_pool_bytes() if config.memory_bytes is None else config.memory_bytes
         self.memory = MemoryStore(limit, ttl_s=config.ttl_seconds)
+        self._forms = StoredForms(config)
+        self._writes = OuterWrites(
+            lambda: self.memory, self._forms, self._key, share_when_warm=config.share == "when_warm"
+        )
         timeout_s = config.connect_timeout + config.socket_timeout + _CALL_MARGIN_S
         patient_s = max(timeout_s, _ARCHIVE_TIMEOUT_S)
         self.tiers = Tiers(
@@ -91,8 +93,9 @@ class RUPool:
             ],
             thresholds=config.thresholds,
             share=config.share,
-            resident=self._resident,
+            resident=self._writes.resident,
         )
+        self._writes.tiers = self.tiers
         self._enabled = limit > 0 or bool(self.tiers.tiers)
         self.siblings = Siblings()
         self.refused = 0
@@ -113,10 +116,7 @@ class RUPool:
         self._learning: set[asyncio.Task[None]] = set()
         self._keys: dict[bytes, bytes | None] = {}
         self._own_key = unit_key(config.hmac_key, None, config.namespace_secret)
-        self._known = KnownKeys(_KNOWN_KEYS, _KNOWN_S)
         self._promoting_bytes = 0
-        self._hit_roots = HitRoots(_HIT_ROOTS if config.share == "when_warm" else 0)
-        self._forms = StoredForms(config)
         self.decode_s_per_byte = 1e-9  # of stored bytes into checked units; measured as units are read
 
     # Opening and closing
@@ -187,7 +187,7 @@ class RUPool:
     def contains(self, wanted: Wanted) -> bool:
         """Whether the unit need not be stored again: memory has it, or an outer tier had it a moment ago. Any thread;
         no I/O."""
-        return self.memory.contains(wanted.key) or (not self.memory.max_bytes and wanted.key in self._known)
+        return self.memory.contains(wanted.key) or (not self.memory.max_bytes and self._writes.is_known(wanted.key))
 
     async def leading_run(self, wanted: Sequence[Wanted]) -> int:
         """How many of the first units process memory has, unchecked."""
@@ -213,14 +213,21 @@ class RUPool:
         if not pairs:
             return []
         for each, _ in pairs:
-            self._hit_roots.add(each.key, each.root)
+            self._writes.note_hit(each.key, each.root)
             self.tiers.note_hit(each.key)
         units, bad = await self._door.run(lambda: self._check_all(pairs, authenticate=False))
         if bad is not None:
             # A damaged unit is a miss for itself and all after it, and is not offered again.
             self.refused += 1
             self.memory.delete(bad.key)
+        self._repair([each.key for each, _ in pairs], units, wanted[0].root)
         return units
+
+    def _repair(self, keys: Sequence[str], units: Sequence[RecyclableUnit], root: bytes) -> None:
+        if self.tiers.tiers and self._supervisor is not None:
+            missing = self._writes.missing(list(zip(keys, units, strict=False)))
+            if missing:
+                self._supervisor.spawn("repair", lambda: self._writes.repair(missing, root))
 
     async def locate(self, wanted: Sequence[Wanted]) -> list[Span]:
         """Which outer tiers have the leading run, unchecked."""
@@ -228,7 +235,7 @@ class RUPool:
             return []
         spans = await self.tiers.locate([each.key for each in wanted])
         for span in spans:
-            self._known.add(each.key for each in wanted[span.first : span.first + span.count])
+            self._writes.note_there(each.key for each in wanted[span.first : span.first + span.count])
         return spans
 
     async def read(self, span: Span, wanted: Sequence[Wanted]) -> list[RecyclableUnit]:
@@ -257,7 +264,7 @@ class RUPool:
         units, bad = await self._door.run(lambda: self._check_all(pairs, authenticate=True))
         if bad is not None:
             tier.note_refused(bad.key)
-            self._known.discard(bad.key)
+            self._writes.note_gone(bad.key)
             await self.tiers.delete_many([bad.key])
         self._promote(units)
         return units
@@ -268,6 +275,8 @@ class RUPool:
         """The leading good units, and the one that failed a check, if one did. In a thread."""
         units: list[RecyclableUnit] = []
         begun, num_bytes = time.perf_counter(), 0
+        ttl_s = self._config.ttl_seconds
+        oldest = -math.inf if ttl_s is None else time.time() - ttl_s  # tiers only know how long they have had a unit
         for wanted, value in pairs:
             key = self._key(wanted.root) if authenticate else None
             try:
@@ -275,8 +284,8 @@ class RUPool:
             except Exception as error:  # noqa: BLE001 - bytes from a store may break anything that reads them
                 _LOG.warning("dropped a unit: %s", error)
                 return units, wanted
-            if unit.epoch < self.epoch:
-                break  # written before the pool was cleared
+            if unit.epoch < self.epoch or unit.created_at < oldest:
+                break  # computed before the pool was cleared, or too long ago
             if not self._forms.accepts(unit):
                 _LOG.warning("dropped a unit: its codec %r is lossy, and lossy units were not asked for", unit.codec)
                 return units, wanted
@@ -317,7 +326,7 @@ class RUPool:
     def encode(self, unit: RecyclableUnit) -> tuple[str, bytes]:
         """Key and stored form of a unit in process memory. Any thread."""
         key = store_key(model_key(unit.model_state), unit.kind, unit.cf)
-        return key, pack(unit, self._forms.in_memory(unit))
+        return key, self._forms.in_memory(unit)
 
     async def put_units(self, units: Sequence[RecyclableUnit], epoch: int, root: bytes = b"") -> None:
         """Encodes and stores units, unless the pool was cleared since they were computed."""
@@ -325,7 +334,7 @@ class RUPool:
             await self.put_many(await self._door.run(lambda: [self.encode(unit) for unit in units]), epoch)
         if epoch == self.epoch:
             self._note_siblings(units)
-            self._offer(units, root)
+            self._writes.offer(units, root)
 
     async def put_many(self, items: Sequence[tuple[str, bytes]], epoch: int) -> None:
         """Stores encoded units in process memory, unless the pool was cleared since they were made."""
@@ -336,33 +345,6 @@ class RUPool:
         for unit in units:
             if unit.kind == "kv":
                 self.siblings.add(unit.parent, unit.cf, unit.token_ids)
-
-    def _offer(self, units: Sequence[RecyclableUnit], root: bytes) -> None:
-        if not self.tiers.tiers:
-            return
-        pending = []
-        for unit in units:
-            key = store_key(model_key(unit.model_state), unit.kind, unit.cf)
-            if key not in self._known:
-                pending.append(Pending(key, len(unit.data), functools.partial(self._outer_form, unit, self._key(root))))
-        self._known.add(each.key for each in pending)
-        self.tiers.offer(pending)
-
-    def _outer_form(self, unit: RecyclableUnit, key: bytes | None, tier: Tier) -> bytes:
-        """The stored form of a unit in an outer tier. In a thread."""
-        return pack(unit, self._forms.outside(unit, tier), hmac_key=key)
-
-    def _resident(self, key: str) -> Pending | None:
-        """What process memory has under a key, for a tier that is to have it too."""
-        root, value = self._hit_roots.get(key), self.memory.get(key)
-        if root is None or value is None:
-            return None
-        hmac_key = self._key(root)
-
-        def encode(tier: Tier) -> bytes:
-            return self._outer_form(inspect(value), hmac_key, tier)
-
-        return Pending(key, len(value), encode)
 
     # Managing
 
@@ -421,7 +403,7 @@ class RUPool:
     def _advance(self, epoch: int) -> int:
         self.epoch = epoch
         self.siblings.clear()
-        self._known.clear()
+        self._writes.clear()
         self.tiers.void()
         return self.memory.clear()
 
@@ -431,6 +413,11 @@ class RUPool:
             self._advance(epoch)
             if self._on_epoch is not None:
                 self._on_epoch()
+
+    def notes(self) -> list[str]:
+        """Plain sentences about what makes the outer tiers slower than they could be, for people."""
+        note = native_note() if self.tiers.tiers else ""
+        return [note] if note else []
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Per tier: hits, misses, bytes, items, evictions, dropped and more. No I/O."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -111,12 +112,22 @@ async def test_what_a_tier_already_had_is_not_written_again(open_pool: OpenPool)
         assert pool.stats()["disk"]["written"] == 0
 
 
+def forged(value: bytes, hmac_key: bytes | None) -> bytes:
+    """Right key, right token ids, sound checksums, wrong data: only an HMAC can tell."""
+    unit = inspect(value)
+    return pack(
+        dataclasses.replace(unit, data=np.full_like(unit.data, 0xAB)), get_codec("raw", "none"), hmac_key=hmac_key
+    )
+
+
 SPOIL: dict[str, Callable[[list[tuple[str, bytes]]], list[tuple[str, bytes]]]] = {
     "tampered": lambda items: [(key, value[:-40] + bytes([value[-40] ^ 1]) + value[-39:]) for key, value in items],
     "truncated": lambda items: [(key, value[: len(value) // 2]) for key, value in items],
     "swapped": lambda items: [(key, value) for (key, _), (_, value) in zip(items, [*items[1:], items[0]], strict=True)],
     "replayed under another key": lambda items: [(key, items[0][1]) for key, _ in items[1:]],
     "empty": lambda items: [(key, b"") for key, _ in items],
+    "forged without a key": lambda items: [(key, forged(value, None)) for key, value in items],
+    "forged with a guessed key": lambda items: [(key, forged(value, b"guess")) for key, value in items],
     "signed without the key": lambda items: [
         (key, pack(inspect(value), get_codec("raw", "none"))) for key, value in items
     ],
@@ -199,6 +210,34 @@ async def test_eight_bit_units_take_half_the_bytes(open_pool: OpenPool, tmp_path
             items = [item async for page in pool.tiers.tiers[0].store.list_items() for item in page]  # type: ignore[attr-defined]
             sizes.append(items[0].num_bytes)
     assert sizes[1] < 0.75 * sizes[0]
+
+
+async def test_what_a_tier_lost_it_gets_back_from_memory(open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an outage or a flush, a tier must not stay without exactly the units that are used all the time."""
+    async with open_pool() as pool:
+        await write(pool, blocks())
+        (tier,) = pool.tiers.tiers
+        assert await tier.delete_many([each.key for each in wanted(pool)[2:]]) == 2
+        assert len(await pool.fetch_run(wanted(pool))) == 4
+        await pool.drain()
+        assert await tier.leading_run([each.key for each in wanted(pool)]) == 2  # written a moment ago: not looked at
+        pool._writes.clear()  # as if that were long ago
+        assert len(await pool.fetch_run(wanted(pool))) == 4
+        while await tier.leading_run([each.key for each in wanted(pool)]) < 4:
+            await pool.drain()
+        assert tier.counters()["written"] == 6
+
+
+async def test_a_unit_is_gone_when_its_time_is_over_wherever_it_is(open_pool: OpenPool) -> None:
+    """A tier only knows how long it has had a unit; what counts is when it was computed."""
+    units = [dataclasses.replace(unit, created_at=time.time() - 50.0) for unit in blocks()]
+    async with open_pool(ttl_seconds=60.0) as pool:
+        await write(pool, units)
+        assert len(await read(pool)) == 4
+        assert len(await pool.fetch_run(wanted(pool))) == 4
+    async with open_pool(ttl_seconds=40.0) as pool:
+        assert await read(pool) == []
+        assert pool.stats()["disk"]["refused"] == 0
 
 
 async def test_units_are_found_by_fingerprint_in_outer_tiers_too(open_pool: OpenPool) -> None:
