@@ -238,7 +238,8 @@ class StateLayout:
         """(segments, tokens, channels) if all segments look the same, else flat; see `BlockPayload`."""
         dtype, runs = self.dtype, list(self._runs())
         size = next((size for name, size in _DTYPES.values() if name == dtype), 1)
-        if len(runs) == 1 and not runs[0].transposed and dtype != "uint8" and runs[0].segments % 2 == 0:
+        alike = len(runs) == 1 and not runs[0].transposed and dtype != "uint8"
+        if alike and runs[0].segments == 2 * self.sections[0].layers:  # K and V, not one latent tensor per layer
             return runs[0].segments, num_tokens, runs[0].item_bytes // size
         return (num_tokens * self.token_bytes // size,)
 
