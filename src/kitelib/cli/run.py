@@ -17,6 +17,7 @@ from kitelib.cli.options import (
     open_engine,
     resolve_model,
     sampling_options,
+    unusable_tiers,
 )
 from kitelib.cli.pool_options import pool_choice
 from kitelib.cli.screen import LoadProgress, is_terminal
@@ -91,6 +92,9 @@ async def _answer(
     generation: Generation | None = None
     async with open_engine(args, path, progress, pool) as engine:
         progress.clear()
+        if not args.json_stats:  # of which nothing but the JSON is expected there
+            for tier, reason in (await unusable_tiers(engine)).items():
+                print(f"kite: without the {tier} tier: {reason}", file=sys.stderr)
         try:
             async for chunk in engine.stream(text, messages=chat, **options):
                 sys.stdout.write(chunk.text)

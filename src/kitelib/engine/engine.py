@@ -158,6 +158,7 @@ class KiteEngine:
             self._serve(backend)
         except BaseException:
             await self._supervisor.aclose()
+            await self.pool.aclose()
             raise
         self._supervisor.keep("recycler", self._recycler.run)
 

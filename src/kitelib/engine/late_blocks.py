@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kitelib.engine.context_memory import ContextMemory
 from kitelib.engine.request import Branch, Request
 from kitelib.yoco.planner import EMPTY_PREFIX, PooledPrefix
+from kitelib.yoco.search import Late
 
 __all__ = ["LateBlocks", "PrefillSpeed"]
 
@@ -23,11 +24,18 @@ class LateBlocks:
         self._size = memory.backend.info.block_tokens
 
     @staticmethod
-    def arrived(request: Request, prefix: PooledPrefix) -> None:
-        """All that is there for a request so far."""
+    def arrived(request: Request, late: Late, prefix: PooledPrefix) -> None:
+        """All that came of `late` so far. Only for branches that wait for it: another one's is of other tokens."""
         for branch in request.branches:
-            if branch.late is not None:
+            if branch.late is late:
                 branch.arrived = prefix
+
+    @classmethod
+    def give(cls, branch: Branch, late: Late | None) -> None:
+        """From now on the branch waits for this, and for nothing that came before."""
+        cls.close(branch)
+        if late is not None and not late.closed:
+            branch.late = late
 
     def take_over(self, branch: Branch) -> int:
         """Attaches what arrived, as soon as computing has reached it; returns how many tokens that were."""
@@ -36,7 +44,9 @@ class LateBlocks:
             return 0
         start = run.computed
         if branch.arrived.payloads:
-            branch.request.note_restored(start, self._memory.take_over(run, branch.arrived))
+            restored = self._memory.take_over(run, branch.arrived)
+            if branch.counts:
+                branch.request.note_restored(start, restored)
         late.frontier = run.computed // self._size
         if late.frontier >= (len(run.tokens) - 1) // self._size:
             self.close(branch)
@@ -46,7 +56,7 @@ class LateBlocks:
     def close(branch: Branch) -> None:
         """The branch needs nothing more."""
         if branch.late is not None:
-            branch.late.closed = True
+            branch.late.close()
             branch.late, branch.arrived = None, EMPTY_PREFIX
 
     def aligned(self, branch: Branch, count: int) -> int:

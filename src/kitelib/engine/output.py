@@ -155,7 +155,7 @@ class Outputs:
         tiers = {"context": request.context_tokens, **request.pool_tokens}
         known = sum(tiers.values())
         if cached > known:  # what no tier's KV was needed for: its logits were stored
-            source = request.prefix.logits_source or "memory"
+            source = request.logits_source or "memory"
             tiers[source] = tiers.get(source, 0) + cached - known
         tiers = {name: count for name, count in tiers.items() if count}
         exactness: Exactness = "bitwise" if exact else "standard"

@@ -75,7 +75,9 @@ class Request:
         context_tokens: prompt tokens that were shared in the context when it was first admitted.
         pool_tokens: tier -> prompt tokens that came from it.
         skipped_tokens: tier -> prompt tokens that it had but that were computed, because loading takes longer.
-        first_computed: when the first own work was admitted; None before.
+        prefix: what the pool had for it when it came; let go when it is not needed any more, for it is large.
+        logits_source: the tier of its stored logits; "" if there were none.
+        admitted_at: when its first own work was admitted; None before.
     """
 
     prompt: list[int]
@@ -98,6 +100,7 @@ class Request:
     context_tokens: int = 0
     pool_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     skipped_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
+    logits_source: str = ""
     zero_prefill: bool = False
     divergence: Divergence | None = None
     admitted_at: float | None = None
@@ -119,6 +122,12 @@ class Request:
             if counted:
                 self.pool_tokens[tier] = self.pool_tokens.get(tier, 0) + counted
 
+    def let_go(self) -> None:
+        """Nothing of what the pool has for it is needed any more; what is on its way need not come."""
+        if self.prefix.late is not None:
+            self.prefix.late.close()
+        self.prefix = EMPTY_PREFIX
+
     @property
     def reuses(self) -> bool:
         """Whether anything may be reused for it, or from it."""
@@ -135,7 +144,8 @@ class Branch:
         arrived: the blocks of it that are there.
         short_steps: steps that were kept short because something may arrive.
         fetching: the pool is being asked; not admitted until the answer.
-        ask_pool: ask the pool again before the next admission (after a preemption).
+        ask_pool: ask the pool again before the next admission: it was preempted, or too much was held when it came.
+        counts: what is restored for it counts as the request's: the first branch, in its first life.
     """
 
     request: Request
@@ -150,6 +160,7 @@ class Branch:
     short_steps: int = 0
     fetching: bool = False
     ask_pool: bool = False
+    counts: bool = False
     new_tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None

@@ -33,6 +33,7 @@ from kitelib.errors import (
 from kitelib.fingerprint import Fingerprint
 from kitelib.runtime.streams import LoopPort
 from kitelib.yoco.planner import EMPTY_PREFIX, PooledPrefix
+from kitelib.yoco.search import Late
 
 __all__ = ["Scheduler", "SchedulerCounters"]
 
@@ -105,9 +106,9 @@ class Scheduler:
         """The pool's answer for a branch."""
         self._inbox.put(lambda: self._on_fetched(branch, prefix))
 
-    def arrived(self, request: Request, prefix: PooledPrefix) -> None:
-        """Blocks for a request that already computes; each call brings all that are there so far."""
-        self._inbox.put(lambda: self._late.arrived(request, prefix))
+    def arrived(self, request: Request, late: Late, prefix: PooledPrefix) -> None:
+        """Blocks for a request that already computes; each call brings all that came of `late` so far."""
+        self._inbox.put(lambda: self._late.arrived(request, late, prefix))
 
     def call(self, job: Callable[[], None]) -> None:
         """Runs `job` on the model's thread between two steps."""
@@ -214,6 +215,7 @@ class Scheduler:
 
     def _on_submit(self, request: Request) -> None:
         if request.closed:
+            request.let_go()
             return
         if self._stopping is not None:
             self._fail(request, self._stopping)
@@ -221,7 +223,9 @@ class Scheduler:
         self._note_divergence(request)
         branch = self._new_branch(request, 0)
         self._give(branch, request.prefix)
+        branch.ask_pool = request.prefix.deferred and branch.run.shared
         size = self._backend.info.block_tokens
+        request.logits_source = request.prefix.logits_source
         request.skipped_tokens = {tier: count * size for tier, count in request.prefix.skipped}
         logits = request.prefix.logits
         if logits is not None and request.policy.zero_prefill:
@@ -262,14 +266,15 @@ class Scheduler:
     def _enqueue(self, branch: Branch) -> None:
         bisect.insort(self._waiting, branch, key=lambda each: each.order)
 
-    @staticmethod
-    def _give(branch: Branch, prefix: PooledPrefix) -> None:
+    def _give(self, branch: Branch, prefix: PooledPrefix) -> None:
         branch.prefix = prefix
-        branch.late = prefix.late
+        self._late.give(branch, prefix.late)
 
     def _on_fetched(self, branch: Branch, prefix: PooledPrefix) -> None:
         branch.fetching = False
         self._give(branch, prefix)
+        if branch.request.closed:
+            self._let_go(branch)
 
     def _take_token(self, branch: Branch, logits: npt.NDArray[np.float32]) -> None:
         try:
@@ -290,10 +295,11 @@ class Scheduler:
             self.counters.prompt_tokens += len(request.prompt)
             self.counters.cached_tokens += request.cached_tokens
             self._outputs.complete(request)
+            request.let_go()
 
     def _retire(self, branch: Branch) -> None:
         """Takes a branch out of the schedule; what it computed becomes idle."""
-        self._late.close(branch)
+        self._let_go(branch)
         if branch in self._active:
             self._active.remove(branch)
             self._stop_computing(branch)
@@ -301,10 +307,16 @@ class Scheduler:
             self._waiting.remove(branch)
         self._memory.retire(branch.run)
 
+    def _let_go(self, branch: Branch) -> None:
+        """The branch needs nothing more of what the pool has for it."""
+        self._late.close(branch)
+        branch.prefix = EMPTY_PREFIX
+
     def _close_request(self, request: Request) -> None:
         request.closed = True
         for branch in request.branches:
             self._retire(branch)
+        request.let_go()
 
     def _fail(self, request: Request, error: KiteError) -> None:
         if not request.closed:
@@ -316,8 +328,10 @@ class Scheduler:
     def _admit(self) -> None:
         if self._stopping is not None:
             return
-        for branch in self._waiting[:_ADMISSION_WINDOW]:
-            if branch.fetching or branch.request.closed:
+        for place, branch in enumerate(self._waiting[:_ADMISSION_WINDOW]):
+            # Who asks the pool holds what it gives, so only those ask whose turn is near.
+            early = branch.ask_pool and place >= self._backend.info.max_sequences
+            if branch.fetching or branch.request.closed or early:
                 continue
             if len(self._active) >= self._backend.info.max_sequences or not self._try_admit(branch):
                 break
@@ -325,13 +339,13 @@ class Scheduler:
     def _try_admit(self, branch: Branch) -> bool:
         """False if the memory does not suffice, so that nobody overtakes; True otherwise, also if it has to wait."""
         run = branch.run
-        if branch.ask_pool:
-            branch.ask_pool = False
-            self._fetch(branch, 0)
-            return True
         source, shared = self._memory.best_match(run)
         block = shared // self._backend.info.block_tokens
         if self._blocked(branch, block):
+            return True
+        if branch.ask_pool:
+            branch.ask_pool = False
+            self._fetch(branch, block)
             return True
         prefix = branch.prefix
         if prefix.first > block and (prefix.payloads or prefix.tail):
@@ -351,6 +365,8 @@ class Scheduler:
         self._waiting.remove(branch)
         self._active.append(branch)
         branch.prefix = EMPTY_PREFIX
+        if branch.request.params.n == 1:
+            branch.request.prefix = EMPTY_PREFIX  # further choices would start from it
         self._note_admission(branch, *started)
         if run.shared:
             size = self._backend.info.block_tokens
@@ -373,6 +389,7 @@ class Scheduler:
     def _note_admission(self, branch: Branch, context_tokens: int, restored: dict[str, int]) -> None:
         request = branch.request
         if request.admitted_at is None:
+            branch.counts = True
             request.admitted_at = time.monotonic()
             request.context_tokens = min(context_tokens, len(request.prompt))
             request.note_restored(context_tokens, restored)
@@ -492,6 +509,7 @@ class Scheduler:
         self._active.remove(victim)
         self._stop_computing(victim)
         self._memory.preempt(victim.run)
-        victim.ask_pool = victim.run.shared
+        self._let_go(victim)
+        victim.ask_pool, victim.counts = victim.run.shared, False
         self._enqueue(victim)
         return True

@@ -64,7 +64,7 @@ class Serving:
             async def look() -> None:
                 prefix = EMPTY_PREFIX
                 try:
-                    prefix = await planner.find(branch.run.chain, branch.run.tokens, block, logits=False)
+                    prefix = await planner.find(branch.run.chain, branch.run.tokens, block, logits=False, defer=False)
                 finally:
                     scheduler.fetched(branch, prefix)
                     bind_late(scheduler, branch.request, prefix)
@@ -164,8 +164,9 @@ class Serving:
 def bind_late(scheduler: Scheduler, request: Request, prefix: PooledPrefix) -> None:
     """Blocks that are still on their way go to the scheduler when they come. On the event loop, once the scheduler has
     the request."""
-    if prefix.late is not None:
-        prefix.late.bind(lambda first, units: scheduler.arrived(request, late_prefix(first, units)))
+    late = prefix.late
+    if late is not None:
+        late.bind(lambda first, units: scheduler.arrived(request, late, late_prefix(first, units)))
 
 
 class _Secret(bytes):

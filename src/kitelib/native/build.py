@@ -22,7 +22,7 @@ from typing import Final
 __all__ = ["LIBRARY_NAME", "BuildError", "build", "cache_folder", "compile_library", "is_current", "source_folder"]
 
 LIBRARY_NAME: Final = "_kite.so"
-_HERE: Final = Path(__file__).resolve().parent
+_HERE: Final = Path(__file__).parent  # as it is: importing must not ask the file system, it may happen on an event loop
 _FLAGS: Final = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden")
 _MARK: Final = b"kite sources "  # followed by their digest, in the library
 _TIMEOUT_S: Final = 300.0

@@ -35,6 +35,7 @@ class Supervisor:
                 while self._jobs:
                     name, job = self._jobs.popleft()
                     group.start_soon(self._guard, name, job, name=f"kite-{name}")
+                    del job  # what it holds must not live until the next one comes
                 self._wake.clear()
                 await self._wake.wait()
             group.cancel_scope.cancel()

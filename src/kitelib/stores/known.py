@@ -37,9 +37,10 @@ class KnownKeys:
         while len(self._added) > self._max_keys:
             self._added.popitem(last=False)
 
-    def discard(self, key: str) -> None:
-        """The key is gone."""
-        self._added.pop(key, None)
+    def discard(self, keys: Iterable[str]) -> None:
+        """The keys are gone."""
+        for key in keys:
+            self._added.pop(key, None)
 
     def clear(self) -> None:
         """Forgets everything."""

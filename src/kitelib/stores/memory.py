@@ -29,6 +29,9 @@ def entry_bytes(key: str, value: bytes) -> int:
     return sys.getsizeof(key) + sys.getsizeof(value) + ENTRY_BYTES
 
 
+_FREED_AT_ONCE: Final = 512
+
+
 class _Entry(NamedTuple):
     value: bytes
     num_bytes: int
@@ -64,6 +67,7 @@ class MemoryStore:
         self._entries: dict[str, _Entry] = {}
         self._policy = EvictionPolicy(clock)
         self._bytes = 0
+        self._leaving_bytes = 0  # not freed yet since `clear`
         self._closed = False
         self._hits = self._misses = self._evictions = self._dropped = 0
 
@@ -90,10 +94,11 @@ class MemoryStore:
         head = _head_of(value)
         with self._lock:
             self._remove(key)
-            if self._closed or num_bytes > self.max_bytes:
+            limit = self.max_bytes - self._leaving_bytes
+            if self._closed or num_bytes > limit:
                 self._dropped += 1
                 return False
-            while self._bytes + num_bytes > self.max_bytes and (victim := self._policy.victim()) is not None:
+            while self._bytes + num_bytes > limit and (victim := self._policy.victim()) is not None:
                 self._remove(victim)
                 self._evictions += 1
             self._policy.add(key, num_bytes, head=head)
@@ -109,10 +114,25 @@ class MemoryStore:
     def clear(self) -> int:
         """Deletes everything; returns how many values that were."""
         with self._lock:
-            entries, self._entries, self._bytes = self._entries, {}, 0
+            entries, self._entries = self._entries, {}
             policy, self._policy = self._policy, EvictionPolicy(self._clock)
-        del policy  # the memory itself is given back outside the lock
-        return len(entries)
+            self._leaving_bytes += self._bytes
+            self._bytes = 0
+        count = len(entries)
+        if count > _FREED_AT_ONCE:  # giving gigabytes back to the system takes its time, which an event loop has not
+            threading.Thread(target=self._free, args=(entries, policy), name="kite-free", daemon=True).start()
+        else:
+            self._free(entries, policy)
+        return count
+
+    def _free(self, entries: dict[str, _Entry], policy: EvictionPolicy) -> None:
+        while entries:  # one by one, so that other threads run in between
+            key, entry = entries.popitem()
+            num_bytes = entry.num_bytes
+            del entry
+            policy.discard(key)
+            with self._lock:
+                self._leaving_bytes -= num_bytes
 
     def keys(self) -> list[str]:
         """All keys at this moment, in no particular order."""

@@ -53,9 +53,9 @@ class OuterWrites:
         """A tier has the keys."""
         self._known.add(keys)
 
-    def note_gone(self, key: str) -> None:
-        """No tier has the key."""
-        self._known.discard(key)
+    def note_gone(self, keys: Iterable[str]) -> None:
+        """No tier has the keys."""
+        self._known.discard(keys)
 
     def note_hit(self, key: str, root: bytes) -> None:
         """Memory had the key, for a request of that namespace."""
@@ -88,13 +88,17 @@ class OuterWrites:
         self._known.add(key for key, _ in unknown)
         return unknown
 
-    async def repair(self, units: Sequence[tuple[str, RecyclableUnit]], root: bytes) -> None:
-        """Gives the tiers what they lost, in an outage, by a flush, or because a write was dropped."""
+    async def repair(
+        self, units: Sequence[tuple[str, RecyclableUnit]], root: bytes, is_void: Callable[[], bool]
+    ) -> None:
+        """Gives the tiers what they lost, in an outage, by a flush, or because a write was dropped; nothing if `is_void`
+        says after asking them that the units are void by now."""
         assert self.tiers is not None
         keys = [key for key, _ in units]
         tiers = [tier for tier in self.tiers.tiers if tier is not self.tiers.archive]
         there = min([await tier.leading_run(keys) for tier in tiers])
-        self.tiers.offer([self._pending(key, unit, root) for key, unit in units[there:]])
+        if not is_void():
+            self.tiers.offer([self._pending(key, unit, root) for key, unit in units[there:]])
 
     def _pending(self, key: str, unit: RecyclableUnit, root: bytes) -> Pending:
         hmac_key = self._key_of(root)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, TypeVar
 
 import anyio
 
@@ -34,9 +35,11 @@ from kitelib.stores.registry import open_stores
 from kitelib.stores.siblings import Siblings
 from kitelib.stores.tier import ARCHIVE, Tier
 from kitelib.stores.tiered import Span, Tiers
-from kitelib.upcycle.unit import Expectation, RecyclableUnit, inspect, unpack
+from kitelib.upcycle.unit import HEAD_BYTES, Expectation, RecyclableUnit, inspect, peek, unpack
 
 __all__ = ["RUPool", "Wanted"]
+
+T = TypeVar("T")
 
 _LOG = logging.getLogger("kitelib.pool")
 _OUTER_KINDS: Final = ("kv", "logits", "completion", "lora")
@@ -58,6 +61,16 @@ class Wanted:
     def of(cls, expected: Expectation, root: bytes = b"") -> Wanted:
         """The request for a unit, keyed by its own identity."""
         return cls(store_key(model_key(expected.model_state), expected.kind, expected.cf), expected, root)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Checked:
+    """Values after their checks: the leading good units, and keys of what failed a check, and of what is older than the
+    last `clear`, or than the configuration allows."""
+
+    units: list[RecyclableUnit]
+    refused: list[str]
+    old: list[str]
 
 
 class RUPool:
@@ -113,7 +126,7 @@ class RUPool:
         self._model: str | None = None
         self._epoch_known = True
         self._epoch_raised = False  # while it was not known
-        self._learning: set[asyncio.Task[None]] = set()
+        self._behind: set[asyncio.Task[Any]] = set()
         self._keys: dict[bytes, bytes | None] = {}
         self._own_key = unit_key(config.hmac_key, None, config.namespace_secret)
         self._promoting_bytes = 0
@@ -127,6 +140,7 @@ class RUPool:
         for name, job in self.tiers.jobs():
             supervisor.keep(name, job)
         if self.tiers.tiers:
+            await self._door.run(native_note)  # loads the library from its file, which `notes` must not do on the loop
             supervisor.keep("lifecycle", self._lifecycle.run)
 
     async def use_model(self, model_state: bytes, *, bitwise: bool = True) -> None:
@@ -138,10 +152,16 @@ class RUPool:
             return
         # Until the tiers have told the epoch, nothing is read from them: it might be void.
         self._epoch_known = False
-        learning = asyncio.get_running_loop().create_task(self._learn_epoch(self._model))
-        self._learning.add(learning)
-        learning.add_done_callback(self._learning.discard)
-        await asyncio.wait({learning}, timeout=_EPOCH_WAIT_S)
+        await self._for_a_while(self._learn_epoch(self._model))
+
+    async def _for_a_while(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Starts work with the tiers and waits for it, but not for long: a tier that hangs must hold up nobody, and
+        the work goes on behind. None if it has not ended by then."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._behind.add(task)
+        task.add_done_callback(self._behind.discard)
+        await asyncio.wait({task}, timeout=_EPOCH_WAIT_S)
+        return task.result() if task.done() and not task.cancelled() else None
 
     async def _learn_epoch(self, model: str) -> None:
         epoch = await self._lifecycle.use_model(model)
@@ -165,7 +185,7 @@ class RUPool:
 
     async def aclose(self) -> None:
         """Closes all tiers."""
-        for task in self._learning:
+        for task in self._behind:
             task.cancel()
         await self.memory.aclose()
         await self.tiers.aclose()
@@ -215,25 +235,30 @@ class RUPool:
         for each, _ in pairs:
             self._writes.note_hit(each.key, each.root)
             self.tiers.note_hit(each.key)
-        units, bad = await self._door.run(lambda: self._check_all(pairs, authenticate=False))
-        if bad is not None:
-            # A damaged unit is a miss for itself and all after it, and is not offered again.
-            self.refused += 1
-            self.memory.delete(bad.key)
-        self._repair([each.key for each, _ in pairs], units, wanted[0].root)
-        return units
+        checked = await self._door.run(lambda: self._check_all(pairs, authenticate=False))
+        # A damaged unit is a miss for itself and all after it, and is not offered again.
+        self.refused += len(checked.refused)
+        for key in checked.refused + checked.old:
+            self.memory.delete(key)
+        self._repair([each.key for each, _ in pairs], checked.units, wanted[0].root)
+        return checked.units
 
     def _repair(self, keys: Sequence[str], units: Sequence[RecyclableUnit], root: bytes) -> None:
         if self.tiers.tiers and self._supervisor is not None:
             missing = self._writes.missing(list(zip(keys, units, strict=False)))
             if missing:
-                self._supervisor.spawn("repair", lambda: self._writes.repair(missing, root))
+                epoch = self.epoch
+                is_void = lambda: epoch != self.epoch  # noqa: E731
+                self._supervisor.spawn("repair", lambda: self._writes.repair(missing, root, is_void))
 
-    async def locate(self, wanted: Sequence[Wanted]) -> list[Span]:
-        """Which outer tiers have the leading run, unchecked."""
+    async def locate(self, wanted: Sequence[Wanted], budget_s: float | None = None) -> list[Span]:
+        """Which outer tiers have the leading run, unchecked; as far as they say so within `budget_s` seconds."""
         if not wanted or not self.tiers.tiers or not self._epoch_known:
             return []
-        spans = await self.tiers.locate([each.key for each in wanted])
+        epoch = self.epoch
+        spans = await self.tiers.locate([each.key for each in wanted], budget_s=budget_s)
+        if epoch != self.epoch:
+            return []  # what was there is void by now
         for span in spans:
             self._writes.note_there(each.key for each in wanted[span.first : span.first + span.count])
         return spans
@@ -261,19 +286,21 @@ class RUPool:
         """Checks values from an outer tier, and keeps the good ones in memory."""
         if not pairs:
             return []
-        units, bad = await self._door.run(lambda: self._check_all(pairs, authenticate=True))
-        if bad is not None:
-            tier.note_refused(bad.key)
-            self._writes.note_gone(bad.key)
-            await self.tiers.delete_many([bad.key])
+        checked = await self._door.run(lambda: self._check_all(pairs, authenticate=True))
+        tier.refused += len(checked.refused)
+        # Else they would be thought to be there, and nothing better be written in their place.
+        self._writes.note_gone(checked.refused + checked.old)
+        if checked.refused:
+            await self.tiers.delete_many(checked.refused)
+        units = list(itertools.takewhile(lambda unit: unit.epoch >= self.epoch, checked.units))
         self._promote(units)
         return units
 
-    def _check_all(
-        self, pairs: Sequence[tuple[Wanted, bytes]], *, authenticate: bool
-    ) -> tuple[list[RecyclableUnit], Wanted | None]:
-        """The leading good units, and the one that failed a check, if one did. In a thread."""
+    def _check_all(self, pairs: Sequence[tuple[Wanted, bytes]], *, authenticate: bool) -> _Checked:
+        """The leading good units, and what is to be deleted. In a thread."""
         units: list[RecyclableUnit] = []
+        refused: list[str] = []
+        old: list[str] = []
         begun, num_bytes = time.perf_counter(), 0
         ttl_s = self._config.ttl_seconds
         oldest = -math.inf if ttl_s is None else time.time() - ttl_s  # tiers only know how long they have had a unit
@@ -282,19 +309,22 @@ class RUPool:
             try:
                 unit = unpack(value, expected=wanted.expected, hmac_key=key)
             except Exception as error:  # noqa: BLE001 - bytes from a store may break anything that reads them
-                _LOG.warning("dropped a unit: %s", error)
-                return units, wanted
-            if unit.epoch < self.epoch or unit.created_at < oldest:
-                break  # computed before the pool was cleared, or too long ago
+                _LOG.warning("dropped a unit: %s", str(error))  # the error would keep what was read until now alive
+                refused.append(wanted.key)
+                break
+            if _is_old(unit, self.epoch, oldest):  # and most of what follows probably as well
+                old = [each.key for each, blob in pairs[len(units) :] if _is_old(blob, self.epoch, oldest)]
+                break
             if not self._forms.accepts(unit):
                 _LOG.warning("dropped a unit: its codec %r is lossy, and lossy units were not asked for", unit.codec)
-                return units, wanted
+                refused.append(wanted.key)
+                break
             units.append(unit)
             num_bytes += len(value)
         if authenticate and num_bytes > 2**16:
             rate = (time.perf_counter() - begun) / num_bytes
             self.decode_s_per_byte += (rate - self.decode_s_per_byte) / 8
-        return units, None
+        return _Checked(units, refused, old)
 
     def _note_failure(self, operation: str) -> None:
         _LOG.exception("%s of the memory tier failed", operation)
@@ -397,8 +427,9 @@ class RUPool:
         return await self._lifecycle.raise_epoch(self.epoch)
 
     async def clear(self) -> dict[str, int]:
-        """`forget` and `spread_epoch`; returns how many units each tier held."""
-        return {"memory": self.forget(), **await self.spread_epoch()}
+        """`forget` and `spread_epoch`; returns how many units each tier held. Slow tiers are told behind the caller,
+        and are not in the answer."""
+        return {"memory": self.forget(), **(await self._for_a_while(self.spread_epoch()) or {})}
 
     def _advance(self, epoch: int) -> int:
         self.epoch = epoch
@@ -455,6 +486,15 @@ class RUPool:
     def _memory_form(self, unit: RecyclableUnit) -> tuple[str, bytes] | None:
         """Key and value in memory of a unit from outside; None if it may not be there. In a thread."""
         return self.encode(unit) if self._forms.accepts(unit) and unit.epoch >= self.epoch else None
+
+
+def _is_old(unit: RecyclableUnit | bytes, epoch: int, oldest: float) -> bool:
+    """Whether it was computed before the pool was cleared, or too long ago."""
+    try:
+        head = peek(unit[:HEAD_BYTES]) if isinstance(unit, bytes) else unit
+    except FormatError:
+        return False
+    return head.epoch < epoch or head.created_at < oldest
 
 
 def _leading(wanted: Sequence[Wanted], values: Sequence[bytes | None]) -> list[tuple[Wanted, bytes]]:

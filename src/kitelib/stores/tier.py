@@ -68,6 +68,7 @@ class Tier:
 
     Attributes:
         cost: what lookups and reads take.
+        refused: values of it that failed their checks after they were read; counted by who checks.
         breaker: stops calls while the store keeps failing; writing has one of its own.
         background: the store for calls that no request waits for: guarded like the others, with more patience, and
             raising StoreError.
@@ -102,8 +103,10 @@ class Tier:
         self._flights = Flights(self._read)
         self._queue: WriteQueue[Pending] = WriteQueue(write_bytes, self._write)
         self._stats = _NOTHING
-        self._hits = self._misses = self._refused = self._lost = 0
+        self.refused = 0
+        self._hits = self._misses = self._lost = 0
         self._mean_bytes = 0.0
+        self._looked_up = False
         self._closed = False
 
     @property
@@ -113,8 +116,8 @@ class Tier:
 
     @property
     def tried(self) -> bool:
-        """Whether a read has shown what this tier is like, or that it fails."""
-        return self.cost.measured or self._guard.errors > 0
+        """Whether a call has shown what this tier is like, or that it fails: its connections are open by then."""
+        return self._looked_up or self.cost.measured or self._guard.errors > 0
 
     @property
     def mean_bytes(self) -> float:
@@ -134,6 +137,7 @@ class Tier:
             if isinstance(error.__cause__, TimeoutError):
                 self.cost.note_lookup(self._monotonic() - begun)
             return 0
+        self._looked_up = True
         self.cost.note_lookup(self._monotonic() - begun)
         return count
 
@@ -250,10 +254,6 @@ class Tier:
         except StoreError:
             return 0
 
-    def note_refused(self, key: str) -> None:  # noqa: ARG002 - named, so that callers say what they refused
-        """A value of this tier failed its checks after it was read."""
-        self._refused += 1
-
     async def refresh(self) -> None:
         """Takes the store's own counters, as far as it gives them."""
         if not self._closed:
@@ -278,7 +278,7 @@ class Tier:
             "dropped": self._queue.dropped + max(self._lost, self._stats.dropped),
             "errors": max(self._guard.errors + self._write_guard.errors, self._stats.errors),
             "timeouts": self._guard.timeouts + self._write_guard.timeouts,
-            "refused": self._refused,
+            "refused": self.refused,
             "pending_bytes": self._queue.pending_bytes,
             "breaker": self.breaker.state,
             "opened": self.breaker.opened,

@@ -164,11 +164,6 @@ class Tiers:
             missing = [position for position in missing if values[position] is None]
         return values
 
-    async def contains_any(self, keys: Sequence[str]) -> bool:
-        """Whether some tier has at least one of the keys."""
-        questions = [tier.leading_run([key]) for tier in self.tiers for key in keys]
-        return any(await asyncio.gather(*questions))
-
     # Heat and promotion
 
     def note_hit(self, key: str) -> None:

@@ -20,12 +20,14 @@ from kitelib.fingerprint import BlockChain, Fingerprint, TokenIds, end_fingerpri
 from kitelib.stores.pool import RUPool, Wanted
 from kitelib.upcycle.unit import Expectation, RecyclableUnit
 from kitelib.yoco.decision import patience
+from kitelib.yoco.held import HeldBytes
 from kitelib.yoco.search import Late, Search
 
 __all__ = ["EMPTY_PREFIX", "Planner", "PooledPrefix", "late_prefix"]
 
 LOGITS_LAYOUT = "kite.logits"
 MEMORY = "memory"
+_LEAST_HELD_BYTES = 256 * 2**20
 
 Spawn = Callable[[str, Callable[[], Awaitable[None]]], None]
 
@@ -44,6 +46,7 @@ class PooledPrefix:
         tail_source, logits_source: the tiers of those; "" if there are none.
         skipped: tiers, and how many blocks each has that are slower to load than to compute.
         late: what is still on its way; None if nothing is.
+        deferred: nothing was looked up, since requests hold too much already; ask again when it is its turn.
     """
 
     first: int = 0
@@ -56,9 +59,11 @@ class PooledPrefix:
     logits_source: str = ""
     skipped: tuple[tuple[str, int], ...] = ()
     late: Late | None = None
+    deferred: bool = False
 
 
 EMPTY_PREFIX = PooledPrefix()
+DEFERRED = PooledPrefix(deferred=True)
 
 
 def late_prefix(first: int, units: Sequence[tuple[RecyclableUnit, str]]) -> PooledPrefix:
@@ -75,6 +80,9 @@ class Planner:
         layout: id of the layout that its blocks have.
         speed: tokens per second that the model computes in a prompt, as far as is known.
         spawn: runs a supervised task.
+
+    Attributes:
+        held: what was found and is not attached or given up yet.
     """
 
     def __init__(
@@ -90,6 +98,9 @@ class Planner:
         self._layout = layout
         self._speed = speed
         self._spawn = spawn
+        # The requests of a moment can't use more than the context holds.
+        capacity_bytes = info.capacity_tokens * info.block_bytes // info.block_tokens
+        self.held = HeldBytes(max(_LEAST_HELD_BYTES, capacity_bytes))
 
     def expect_block(self, chain: BlockChain, index: int, token_ids: Sequence[int]) -> Expectation:
         """What the stored unit of full block `index` has to be."""
@@ -116,21 +127,28 @@ class Planner:
         num_bytes = self._info.block_bytes // self._info.block_tokens * len(token_ids)
         return Expectation("kv", cf, token_ids, self._info.model_state, self._layout, num_bytes)
 
-    async def find(self, chain: BlockChain, token_ids: Sequence[int], first: int, *, logits: bool) -> PooledPrefix:
-        """Looks a prompt up from block `first` on. Never raises for what a store did: that is a miss."""
+    async def find(
+        self, chain: BlockChain, token_ids: Sequence[int], first: int, *, logits: bool, defer: bool = True
+    ) -> PooledPrefix:
+        """Looks a prompt up from block `first` on. Never raises for what a store did: that is a miss. `defer` says that
+        it may be put off while requests hold too much."""
         if not self._pool.enabled or not self._info.reuse_blocks:
             return EMPTY_PREFIX
+        if defer and not self.held.has_room(self._info.block_bytes):
+            return DEFERRED
         blocks = [
             Wanted.of(self.expect_block(chain, index, token_ids), chain.root)
             for index in range(first, len(chain.fingerprints))
         ]
         run = await self._pool.leading_run(blocks)
-        units = await self._pool.fetch_run(blocks[:run])
+        units = await self.held.read(blocks[:run], self._pool.fetch_run, bounded=defer)
+        if defer and run and not units and not self.held.has_room(self._info.block_bytes):
+            return DEFERRED  # others took the room meanwhile
         tail, tail_tokens = await self._find_tail(chain, token_ids, first + len(units))
         found: list[RecyclableUnit] = []
         if logits:
             wanted = Wanted.of(self.expect_logits(chain), chain.root)
-            found = await self._pool.fetch_run([wanted][: await self._pool.leading_run([wanted])])
+            found = await self._fetch([wanted][: await self._pool.leading_run([wanted])])
         prefix = PooledPrefix(
             first,
             tuple(_payload(unit) for unit in units),
@@ -168,6 +186,7 @@ class Planner:
         extras = _Extras(self, chain, token_ids, start, wants_logits)
         search = Search(
             pool=self._pool,
+            held=self.held,
             blocks=blocks,
             first=start,
             block_bytes=self._info.block_bytes,
@@ -199,13 +218,13 @@ class Planner:
         sibling = self._pool.siblings.best(parent, ids)
         if sibling is not None and sibling[2] > exact:
             cf, tokens, common = sibling
-            units = await self._pool.fetch_run([Wanted.of(self._kv(cf, tokens), chain.root)])
+            units = await self._fetch([Wanted.of(self._kv(cf, tokens), chain.root)])
             if units:
                 return units[0], common
             if not self._pool.tiers.tiers:
                 self._pool.siblings.discard(parent, cf)
         if exact:
-            units = await self._pool.fetch_run([Wanted.of(self.expect_tail(chain, block, ids[:exact]), chain.root)])
+            units = await self._fetch([Wanted.of(self.expect_tail(chain, block, ids[:exact]), chain.root)])
             if units:
                 return units[0], exact
         return None, 0
@@ -217,9 +236,14 @@ class Planner:
                 return count
         return 0
 
+    async def _fetch(self, wanted: Sequence[Wanted]) -> list[RecyclableUnit]:
+        return await self.held.read(wanted, self._pool.fetch_run)
+
     async def fetch_any(self, wanted: Sequence[Wanted]) -> list[tuple[RecyclableUnit, str] | None]:
         """Single units from any outer tier, with its name."""
-        return await self._pool.fetch_any(wanted)
+        found = await self._pool.fetch_any(wanted)
+        self.held.watch([each[0] for each in found if each is not None])
+        return found
 
     async def tail_outside(
         self, chain: BlockChain, token_ids: Sequence[int], block: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -19,13 +20,15 @@ import anyio
 from kitelib.stores.pool import RUPool, Wanted
 from kitelib.stores.tiered import Span
 from kitelib.upcycle.unit import RecyclableUnit
-from kitelib.yoco.decision import decide, load_costs
+from kitelib.yoco.decision import Verdict, decide, load_costs
+from kitelib.yoco.held import HeldBytes
 
 __all__ = ["Late", "Search"]
 
 _FRONT_CHUNK: Final = 16
 _BACK_CHUNK: Final = 8
 _READS_AT_ONCE: Final = 2
+_LOCATE_SHARE: Final = 1 / 8  # of the time that computing would take: as long may tiers think about what they have
 _EXPLORE: Final = 1 / 16  # how often a tier that is too slow is measured again, by reading one block
 
 
@@ -34,32 +37,39 @@ class Late:
 
     Attributes:
         frontier: first block that is not yet computed; written by the model's thread.
-        closed: nobody needs more blocks; written by the model's thread.
-        pending: whether more may come.
+        closed: nobody needs more blocks.
         promising: whether something was found that is being loaded.
     """
 
-    __slots__ = ("_deliver", "_last", "closed", "frontier", "pending", "promising")
+    __slots__ = ("_deliver", "_last", "closed", "frontier", "promising")
 
     def __init__(self) -> None:
         self.frontier = 0
         self.closed = False
-        self.pending = True
         self.promising = False
         self._deliver: Callable[[int, Sequence[tuple[RecyclableUnit, str]]], None] | None = None
         self._last: tuple[int, Sequence[tuple[RecyclableUnit, str]]] | None = None
 
     def bind(self, deliver: Callable[[int, Sequence[tuple[RecyclableUnit, str]]], None]) -> None:
         """Calls `deliver(first block, units with their tiers)` now, if something is there, and whenever more came."""
-        self._deliver = deliver
-        if self._last is not None:
-            deliver(*self._last)
+        if self.closed:
+            return
+        self._deliver, last = deliver, self._last
+        if last is not None:
+            deliver(*last)
+
+    def close(self) -> None:
+        """Nobody needs more blocks. Any thread."""
+        self.closed = True
+        self._deliver = self._last = None
 
     def put(self, first: int, units: Sequence[tuple[RecyclableUnit, str]]) -> None:
         """The consecutive units that are there so far, from block `first` on."""
-        self._last = first, units
-        if self._deliver is not None:
-            self._deliver(first, units)
+        if self.closed:
+            return
+        self._last, deliver = (first, units), self._deliver
+        if deliver is not None:
+            deliver(first, units)
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,6 +86,7 @@ class Search:
 
     Attributes:
         pool: where to look.
+        held: counts what was read.
         blocks: the full blocks that are missing, in order.
         first: block index of the first of them.
         block_bytes: bytes of a block.
@@ -90,6 +101,7 @@ class Search:
     """
 
     pool: RUPool
+    held: HeldBytes
     blocks: Sequence[Wanted]
     first: int
     block_bytes: int
@@ -122,36 +134,39 @@ class Search:
         """The request is gone."""
         self._left = True
         if self.late is not None:
-            self.late.closed = True
+            self.late.close()
 
     async def run(self) -> None:
         """Looks. Never raises for what a tier did."""
         try:
             async with anyio.create_task_group() as group:
-                group.start_soon(self.logits)
-                spans = await self.pool.locate(self.blocks)
-                group.start_soon(self.tail, sum(span.count for span in spans))
-                rest = await self._wait_for(spans)
-            if not rest or (self._left and self.late is None):
-                return
-            if self.late is None:
-                self.late = Late()
-            self.late.promising = True
-            self.settled.set()
-            await self._load_back(rest, self.late)
+                async with anyio.create_task_group() as waited_for:
+                    waited_for.start_soon(self.logits)
+                    # A tier that is slow to say what it has must not keep what a faster one has from being used.
+                    budget_s = max(self.patience_s / 2, _LOCATE_SHARE * self.compute_block_s * len(self.blocks))
+                    spans = await self.pool.locate(self.blocks, budget_s)
+                    waited_for.start_soon(self.tail, sum(span.count for span in spans))
+                    verdict = self._verdict(spans)
+                    group.start_soon(self._explore, verdict.skip)
+                    rest = await self._wait_for(verdict)
+                    if rest and not (self._left and self.late is None):
+                        self.late = self.late or Late()
+                        self.late.promising = True
+                        group.start_soon(self._load_back, rest, self.late)
+                self.settled.set()
         finally:
-            if self.late is not None:
-                self.late.pending = self.late.promising = False
             self.settled.set()
 
-    async def _wait_for(self, spans: Sequence[Span]) -> list[Span]:
-        """Reads what is worth waiting for; returns what is left to be loaded beside computing."""
+    def _verdict(self, spans: Sequence[Span]) -> Verdict:
         costs = [load_costs(span, self.pool, self.block_bytes) for span in spans]
         left = 0.0 if self._left else self.patience_s - (time.monotonic() - self._begun)
         verdict = decide(spans, costs, self.compute_block_s, left)
         for span in verdict.skip:
             self.skipped[span.tier.name] = self.skipped.get(span.tier.name, 0) + span.count
-        await self._explore(verdict.skip)
+        return verdict
+
+    async def _wait_for(self, verdict: Verdict) -> list[Span]:
+        """Reads what is worth waiting for; returns what is left to be loaded beside computing."""
         self._reads = [_Read(chunk) for span in verdict.wait for chunk in _chunks(span, _FRONT_CHUNK)]
         limiter = anyio.CapacityLimiter(_READS_AT_ONCE)  # one is checked while the next one is read
         async with anyio.create_task_group() as group:
@@ -170,27 +185,27 @@ class Search:
 
     async def _explore(self, spans: Sequence[Span]) -> None:
         """A tier that is never read would be thought slow for ever."""
-        if spans and not self.front and random.random() < _EXPLORE:  # noqa: S311 - no secret
+        if spans and random.random() < _EXPLORE:  # noqa: S311 - no secret
             await self._read(_chunks(spans[0], 1)[0])
 
     async def _load_back(self, spans: Sequence[Span], late: Late) -> None:
         """Loads from the last block towards the one being computed, until both meet."""
         have: list[tuple[RecyclableUnit, str]] = []
-        for span in reversed(spans):
-            before: Span | None = span
-            while before is not None:
-                computed = late.frontier - self.first
-                if late.closed or computed >= before.first + before.count:
+        try:
+            for chunk in (chunk for span in reversed(spans) for chunk in _from_the_back(span)):
+                if late.closed or late.frontier - self.first >= chunk.first + chunk.count:
                     return
-                before, chunk = _split_back(before, _BACK_CHUNK)
                 units = await self._read(chunk)
                 if len(units) < chunk.count:
                     return
                 have = [*units, *have]
                 late.put(self.first + chunk.first, have)
+        finally:
+            late.promising = False
 
     async def _read(self, span: Span) -> list[tuple[RecyclableUnit, str]]:
-        units = await self.pool.read(span, self.blocks[span.first : span.first + span.count])
+        wanted = self.blocks[span.first : span.first + span.count]
+        units = await self.held.read(wanted, functools.partial(self.pool.read, span))
         return [(unit, span.tier.name) for unit in units]
 
 
@@ -203,8 +218,10 @@ def _chunks(span: Span, count: int) -> list[Span]:
     ]
 
 
-def _split_back(span: Span, count: int) -> tuple[Span | None, Span]:
-    if span.count <= count:
-        return None, span
-    keep = span.count - count
-    return dataclasses.replace(span, count=keep), dataclasses.replace(span, first=span.first + keep, count=count)
+def _from_the_back(span: Span) -> list[Span]:
+    """The span in pieces, the last one first; each ends at the same distance from the span's end."""
+    stops = range(span.first + span.count, span.first, -_BACK_CHUNK)
+    firsts = [max(stop - _BACK_CHUNK, span.first) for stop in stops]
+    return [
+        dataclasses.replace(span, first=first, count=stop - first) for first, stop in zip(firsts, stops, strict=True)
+    ]

@@ -41,6 +41,21 @@ def test_a_second_process_starts_from_what_the_first_left_on_the_disk(kite, tmp_
     assert second.stdout == first.stdout
 
 
+def test_a_tier_that_can_t_be_used_is_named_and_the_answer_comes_all_the_same(kite, tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    done = kite(
+        "run", "smollm2", "Name a colour.", *QUICK, "--disk", str(tmp_path), "--redis", "redis://:s3cr3t@127.0.0.1:1"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    disk, redis = done.stderr.splitlines()
+    assert disk.startswith("kite: without the disk tier: ")
+    assert "give an empty or a new folder" in disk
+    assert redis.startswith("kite: without the redis tier: ")
+    assert "can't connect to 127.0.0.1:1" in redis
+    assert "s3cr3t" not in done.stderr
+
+
 def test_raw_continues_the_text(kite):
     done = kite("run", "smollm2", "One, two, three, four,", "--raw", *QUICK)
     assert done.returncode == 0, done.stderr

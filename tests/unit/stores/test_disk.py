@@ -47,6 +47,21 @@ async def items_of(store: DiskStore):
     return {item.key: item async for page in store.list_items() for item in page}
 
 
+async def test_a_relative_folder_stays_where_it_was_when_the_process_goes_elsewhere(tmp_path, monkeypatch):
+    """B21: a daemon that changes to / after it has opened its pool still finds it, and makes no other one there."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "home")
+    store = await anyio.to_thread.run_sync(DiskStore, "pool", MAX_BYTES)
+    await store.put_many([("kite:a", b"x")])
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    await store.put_many([("kite:b", b"y")])
+    assert await store.get_many(["kite:a", "kite:b"]) == [b"x", b"y"]
+    await store.aclose()
+    assert len(files_of(tmp_path / "home" / "pool")) == 2
+    assert not any((tmp_path / "elsewhere").iterdir())
+
+
 def test_keeps_the_store_contract(tmp_path):
     """B38: what is written comes back byte for byte, in the whole suite that every store has to pass."""
     numbers = iter(range(1000))

@@ -1,7 +1,9 @@
 """Files that are not what their names say: all misses, and none that is not ours is touched."""
 
+import contextlib
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import anyio
@@ -166,6 +168,32 @@ async def test_a_link_in_place_of_a_file_is_not_followed(store, tmp_path):
     path.symlink_to(secret)
     assert await store.get_many([key_of(0), key_of(1)]) == [None, VALUE + b"1"]
     assert (await store.stats()).errors == 1
+
+
+@pytest.mark.parametrize("name", ["FORMAT", "ledger"])
+async def test_a_pipe_in_place_of_the_pool_s_own_file_holds_nobody_up(tmp_path, name):
+    """Opening a pipe waits for its other end; a thread that waits for ever would also keep the process from ending."""
+    (tmp_path / "values").mkdir()
+    (tmp_path / "FORMAT").write_bytes(FORMAT_TEXT)
+    pipe = tmp_path / name
+    pipe.unlink(missing_ok=True)
+    os.mkfifo(pipe)
+    store = DiskStore(tmp_path, MAX_BYTES)
+    try:
+        with anyio.fail_after(20):
+            assert (await store.stats()).items == 0
+            with pytest.raises(StoreError):
+                await store.put_many([("kite:a", b"x")])
+            if name == "ledger":
+                assert await store.get_many(["kite:a"]) == [None]  # reading needs no books
+            else:
+                with pytest.raises(StoreError, match="give an empty or a new folder"):
+                    await store.get_many(["kite:a"])
+    finally:
+        with contextlib.suppress(OSError):  # ENXIO: nobody waits at the other end, as it should be
+            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        await store.aclose()
+    assert stat.S_ISFIFO(pipe.lstat().st_mode)
 
 
 @pytest.mark.parametrize("content", [b"kite disk pool 2\n", b"something else"])

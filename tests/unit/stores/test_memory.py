@@ -1,7 +1,9 @@
 import gc
 import sys
 import threading
+import time
 import tracemalloc
+from typing import Any
 
 import anyio
 import numpy as np
@@ -234,3 +236,31 @@ def test_threads_and_accounting():
     left = {str(key): store.get(str(key)) for key in range(40)}
     assert store.counters().bytes == sum(entry_bytes(key, value) for key, value in left.items() if value is not None)
     assert store.counters().items == sum(value is not None for value in left.values())
+
+
+def test_clearing_a_big_store_frees_it_in_a_thread_and_its_bytes_count_until_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Giving gigabytes back to the system takes a tenth of a second and more, which no event loop has."""
+    store = MemoryStore(2**20)
+    while store.counters().items < 1000:
+        store.put(f"{store.counters().items:04d}", b"v" * 100)
+    gate, free, threads = threading.Event(), store._free, []
+
+    def gated(*arguments: Any) -> None:
+        gate.wait(30)
+        threads.append(threading.current_thread())
+        free(*arguments)
+
+    monkeypatch.setattr(store, "_free", gated)
+    held = store.counters().bytes
+    assert store.clear() == 1000
+    assert (store.counters().items, store.counters().bytes) == (0, 0)
+    assert not store.put("big", b"b" * (2**20 - held))  # there is no room yet
+    assert store.put("small", b"s")
+    gate.set()
+    while not threads:
+        time.sleep(0.001)
+    threads[0].join()
+    assert threads[0] is not threading.current_thread()
+    assert store.put("big", b"b" * (2**20 - held))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kitelib.config import PoolConfig
+from kitelib.native import library
 from kitelib.runtime.supervisor import Supervisor
 from kitelib.runtime.threads import ThreadDoor
 from kitelib.stores.disk import DiskStore
@@ -258,3 +259,10 @@ async def test_the_hot_set_is_what_was_used_last_and_of_this_model(open_pool: Op
         assert await pool.leading_run(wanted(pool)) == 4
     async with open_pool(hmac_key=b"k" * 32) as pool:  # what can't be authenticated stays outside
         assert await pool.warm_hot_set() == 0
+
+
+async def test_what_is_to_say_about_the_codec_is_known_before_anybody_asks(open_pool):
+    """B36: `engine.stats()` is called on the event loop, where the native library must not be loaded from its file."""
+    library._found.cache_clear()
+    async with open_pool() as pool:
+        pool.notes()  # touching a file here fails the test

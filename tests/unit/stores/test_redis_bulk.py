@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from kitelib.stores.redis.bulk import BulkReader, _keep_freed_memory
+from kitelib.runtime.allocator import keep_freed_memory
+from kitelib.stores.redis.bulk import BulkReader
 from kitelib.stores.redis.fault import Fault, WireError
 from kitelib.stores.redis.topology import hash_slot
 
@@ -82,4 +83,4 @@ def test_only_the_first_reader_of_a_process_changes_how_memory_is_kept() -> None
     """Freed memory that is kept may have to be cleared when it is used again: 15 ms on the event loop, once."""
     for _ in range(3):
         BulkReader(100)
-    assert _keep_freed_memory.cache_info().misses <= 1
+    assert keep_freed_memory.cache_info().misses <= 1

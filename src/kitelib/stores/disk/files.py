@@ -43,6 +43,7 @@ __all__ = [
     "make_header",
     "open_for_reading",
     "read_head",
+    "read_start",
     "read_value",
     "real_bytes",
     "shard_of",
@@ -165,6 +166,19 @@ def open_for_reading(path: str) -> int:
         return os.open(path, _READ_FLAGS)
 
 
+def read_start(path: str, num_bytes: int) -> bytes:
+    """The first bytes of one of the pool's own files; b"" if there is an empty one, or a pipe, in its place.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # as above: waits for no pipe
+    try:
+        return os.read(descriptor, num_bytes)
+    finally:
+        os.close(descriptor)
+
+
 def read_head(descriptor: int, file_bytes: int, wanted: int) -> FileHead:
     """Reads and checks the header, and the first `wanted` bytes of the value.
 
@@ -225,8 +239,7 @@ def check_format(folder: str) -> bool:
         OSError: it can't be read.
     """
     try:
-        with open(f"{folder}/FORMAT", "rb") as file:
-            found = file.read(len(FORMAT_TEXT) + 80)
+        found = read_start(f"{folder}/FORMAT", len(FORMAT_TEXT) + 80)
     except FileNotFoundError:
         found = b""
     if found == FORMAT_TEXT:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from kitelib.errors import StoreError
-from kitelib.stores.disk.files import NUM_SHARDS, STALE_ERRORS
+from kitelib.stores.disk.files import NUM_SHARDS, STALE_ERRORS, read_start
 
 __all__ = ["NUM_OWNERS", "Books", "Ledger", "LedgerGoneError", "Owner", "read_books"]
 
@@ -217,8 +217,7 @@ class Ledger:
 def read_books(folder: str) -> Books:
     """The books as they are, without the lock; empty ones if they can't be read."""
     try:
-        with open(f"{folder}/ledger", "rb", buffering=0) as file:
-            return Books(file.read(_PAGE_BYTES) or b"")
+        return Books(read_start(f"{folder}/ledger", _PAGE_BYTES))
     except OSError:
         return Books(b"")
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from kitelib.abc import StoredItem
+from kitelib.runtime.allocator import keep_freed_memory
 from kitelib.stores.disk.files import (
     BadFileError,
     FileHead,
@@ -34,7 +35,6 @@ __all__ = ["DiskReader", "Found", "OpenFile"]
 TOUCH_AFTER_S: Final = 60.0
 """How exact times of use are in the files, seconds."""
 _AHEAD_FILES: Final = 4
-_KEPT_BLOCK_BYTES: Final = 16 * 2**20
 _ADVISE: Final = getattr(os, "posix_fadvise", None)
 
 
@@ -85,7 +85,6 @@ class DiskReader:
         self._ttl_s = ttl_s
         self._report = report
         self._checked = False
-        self._primed = False
 
     def ready(self) -> bool:
         """Whether there is a pool to read.
@@ -99,10 +98,7 @@ class DiskReader:
 
     def values(self, keys: Sequence[str]) -> Found:
         """Whole values, each read by one call of the system into its final place."""
-        if not self._primed:
-            # glibc returns big freed blocks to the system, and every page of the next one costs a fault: reading then
-            # takes twice as long. One freed block of this size teaches it to keep such blocks, up to twice the size.
-            self._primed = bool(bytearray(_KEPT_BLOCK_BYTES))
+        keep_freed_memory()
         found = Found([], [])
         for key, file in zip(keys, self._opened(keys, found.errors, ahead=True), strict=True):
             found.values.append(None if file is None else self._value(key, file, found.errors))

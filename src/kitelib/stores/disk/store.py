@@ -74,7 +74,9 @@ class DiskStore:
             raise ConfigError(f"max_bytes is {max_bytes!r}; give a positive number of bytes")
         if ttl_s is not None and not (ttl_s > 0 and math.isfinite(ttl_s)):
             raise ConfigError(f"ttl_s is {ttl_s!r}; give a positive number of seconds, or None")
-        self.folder = os.fspath(folder)
+        folder = os.fspath(folder)
+        # A relative folder stays where it is now, wherever the process goes later.
+        self.folder = folder if os.path.isabs(folder) else os.path.join(os.getcwd(), folder)
         self.max_bytes = max_bytes
         now = time.time if clock is None else clock.time
         self._index = DiskIndex(clock)

@@ -6,11 +6,9 @@ can't refuse a value before it came in. It reads all other replies.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Final
 
-import numpy as np
-
+from kitelib.runtime.allocator import keep_freed_memory
 from kitelib.stores.redis.fault import Fault, WireError
 
 __all__ = ["BulkReader"]
@@ -30,7 +28,7 @@ class BulkReader:
 
     def __init__(self, max_value_bytes: int) -> None:
         self._max_value_bytes = max_value_bytes
-        _keep_freed_memory()
+        keep_freed_memory()
         self._buffer = bytearray(_FIRST_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0  # received and not given out yet
@@ -95,14 +93,6 @@ class BulkReader:
             self._buffer = bytearray(_FIRST_BYTES)
             self._view = memoryview(self._buffer)
         return clean
-
-
-@functools.cache
-def _keep_freed_memory() -> None:
-    """Makes glibc keep up to 64 MiB of freed memory: freeing a block of this size, which is never touched, raises its
-    thresholds (mallopt(3), "M_MMAP_THRESHOLD"). Without, every run of values is given back to the system and its pages
-    are cleared anew, which takes a third of the time of reading. Elsewhere it does nothing."""
-    np.empty(2**25 - 2**16, np.uint8)  # `bytes` would clear it, for 15 ms, if the process has such a block free
 
 
 def _simple(kind: int, line: bytes) -> Any:
