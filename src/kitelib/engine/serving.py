@@ -27,6 +27,9 @@ from kitelib.yoco.planner import EMPTY_PREFIX, Planner, PooledPrefix, late_prefi
 __all__ = ["Serving", "bind_late"]
 
 
+_MAX_ROOTS = 65536
+
+
 @dataclasses.dataclass(slots=True)
 class Serving:
     """A backend, its scheduler on its own thread, and the planner and constraints for its vocabulary."""
@@ -79,6 +82,8 @@ class Serving:
     def root(self, policy: ReusePolicy, adapter: str | None) -> Fingerprint:
         """Where the fingerprints of a tenant's requests start."""
         key = (policy.namespace, adapter)
+        if len(self._roots) >= _MAX_ROOTS:
+            self._roots.clear()  # they are computed again as they are needed
         if key not in self._roots:
             root = root_fingerprint(
                 self.backend.info.model_state,
@@ -87,8 +92,8 @@ class Serving:
                 namespace_secret=self.config.namespace_secret,
                 adapter=None if adapter is None else self.backend.adapter_states[adapter],
             )
-            self.pool.add_namespace(root, policy.namespace)
             self._roots[key] = root
+        self.pool.add_namespace(self._roots[key], policy.namespace)
         return self._roots[key]
 
     @property

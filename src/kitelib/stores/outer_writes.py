@@ -95,10 +95,12 @@ class OuterWrites:
         says after asking them that the units are void by now."""
         assert self.tiers is not None
         keys = [key for key, _ in units]
-        tiers = [tier for tier in self.tiers.tiers if tier is not self.tiers.archive]
-        there = min([await tier.leading_run(keys) for tier in tiers])
-        if not is_void():
-            self.tiers.offer([self._pending(key, unit, root) for key, unit in units[there:]])
+        for tier in self.tiers.tiers:
+            if tier is not self.tiers.archive:
+                there = await tier.leading_run(keys)
+                if is_void():
+                    return
+                self.tiers.offer_to(tier, [self._pending(key, unit, root) for key, unit in units[there:]])
 
     def _pending(self, key: str, unit: RecyclableUnit, root: bytes) -> Pending:
         hmac_key = self._key_of(root)

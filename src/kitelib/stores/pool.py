@@ -27,7 +27,7 @@ from kitelib.runtime.supervisor import Supervisor
 from kitelib.runtime.threads import ThreadDoor
 from kitelib.stores.forms import StoredForms
 from kitelib.stores.hot_set import warm_memory
-from kitelib.stores.keys import unit_key
+from kitelib.stores.keys import KeyRing
 from kitelib.stores.lifecycle import Lifecycle
 from kitelib.stores.memory import MemoryStore
 from kitelib.stores.outer_writes import OuterWrites
@@ -88,8 +88,9 @@ class RUPool:
         limit = default_pool_bytes() if config.memory_bytes is None else config.memory_bytes
         self.memory = MemoryStore(limit, ttl_s=config.ttl_seconds)
         self._forms = StoredForms(config)
+        self._keys = KeyRing(config.hmac_key, config.namespace_secret)
         self._writes = OuterWrites(
-            lambda: self.memory, self._forms, self._key, share_when_warm=config.share == "when_warm"
+            lambda: self.memory, self._forms, self._keys.of, share_when_warm=config.share == "when_warm"
         )
         timeout_s = config.connect_timeout + config.socket_timeout + _CALL_MARGIN_S
         patient_s = max(timeout_s, _ARCHIVE_TIMEOUT_S)
@@ -127,8 +128,6 @@ class RUPool:
         self._epoch_known = True
         self._epoch_raised = False  # while it was not known
         self._behind: set[asyncio.Task[Any]] = set()
-        self._keys: dict[bytes, bytes | None] = {}
-        self._own_key = unit_key(config.hmac_key, None, config.namespace_secret)
         self._promoting_bytes = 0
         self.decode_s_per_byte = 1e-9  # of stored bytes into checked units; measured as units are read
 
@@ -192,10 +191,7 @@ class RUPool:
 
     def add_namespace(self, root: bytes, namespace: str | None) -> None:
         """Tells whose units start at a root, so that they are authenticated with that namespace's own key."""
-        self._keys[root] = unit_key(self._config.hmac_key, namespace, self._config.namespace_secret)
-
-    def _key(self, root: bytes) -> bytes | None:
-        return self._keys.get(root, self._own_key)
+        self._keys.add(root, namespace)
 
     # Looking up
 
@@ -305,7 +301,7 @@ class RUPool:
         ttl_s = self._config.ttl_seconds
         oldest = -math.inf if ttl_s is None else time.time() - ttl_s  # tiers only know how long they have had a unit
         for wanted, value in pairs:
-            key = self._key(wanted.root) if authenticate else None
+            key = self._keys.of(wanted.root) if authenticate else None
             try:
                 unit = unpack(value, expected=wanted.expected, hmac_key=key)
             except Exception as error:  # noqa: BLE001 - bytes from a store may break anything that reads them
@@ -480,7 +476,7 @@ class RUPool:
             door=self._door,
             form=self._memory_form,
             store=lambda items: self.put_many(items, epoch),
-            hmac_key=self._own_key,
+            hmac_key=self._keys.own,
         )
 
     def _memory_form(self, unit: RecyclableUnit) -> tuple[str, bytes] | None:

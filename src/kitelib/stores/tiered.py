@@ -220,10 +220,14 @@ class Tiers:
         """Queues new units for the tiers they belong to, and returns at once. They reach the archive only when they
         are cold, unless it is the only outer tier."""
         for tier in self.tiers:
-            if tier is self._redis and not self._share_at_once:
-                tier.offer([each for each in pending if self.is_warm(each.key)])
-            elif tier is not self.archive:
-                tier.offer(pending)
+            self.offer_to(tier, pending)
+
+    def offer_to(self, tier: Tier, pending: Sequence[Pending]) -> None:
+        """As `offer`, for one tier."""
+        if tier is self._redis and not self._share_at_once:
+            tier.offer([each for each in pending if self.is_warm(each.key)])
+        elif tier is not self.archive:
+            tier.offer(pending)
 
     async def run_sharing(self) -> None:
         """Copies units that became warm to Redis, for ever."""

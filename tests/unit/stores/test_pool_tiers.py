@@ -17,7 +17,7 @@ from kitelib.native import library
 from kitelib.runtime.supervisor import Supervisor
 from kitelib.runtime.threads import ThreadDoor
 from kitelib.stores.disk import DiskStore
-from kitelib.stores.keys import unit_key
+from kitelib.stores.keys import KeyRing, unit_key
 from kitelib.stores.pool import RUPool, Wanted
 from kitelib.upcycle.codec import get_codec
 from kitelib.upcycle.unit import RecyclableUnit, inspect, pack
@@ -159,6 +159,7 @@ async def test_each_namespace_has_a_key_of_its_own(open_pool: OpenPool) -> None:
         pool.add_namespace(ROOT, "a")
         await write(pool, blocks())
         assert len(await read(pool)) == 4
+    async with open_pool(hmac_key=key) as pool:
         pool.add_namespace(ROOT, "b")
         assert await read(pool) == []
         assert pool.stats()["disk"]["refused"] == 1
@@ -266,3 +267,13 @@ async def test_what_is_to_say_about_the_codec_is_known_before_anybody_asks(open_
     library._found.cache_clear()
     async with open_pool() as pool:
         pool.notes()  # touching a file here fails the test
+
+
+def test_an_unknown_root_is_trusted_with_nothing() -> None:
+    """Not even what it authenticated itself a moment ago."""
+    ring = KeyRing(b"k" * 32, None)
+    ring.add(b"a" * 32, "a")
+    assert ring.of(b"a" * 32) == unit_key(b"k" * 32, "a")
+    assert ring.of(b"") == ring.own == unit_key(b"k" * 32, None)
+    assert len({ring.of(b"b" * 32), ring.of(b"b" * 32), ring.own}) == 3
+    assert KeyRing(None, b"s").of(b"b" * 32) is None

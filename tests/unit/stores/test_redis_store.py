@@ -93,6 +93,22 @@ async def test_a_wrong_password_is_a_store_error_without_the_password(redis_tls_
         assert (await store.stats()).errors > 0
 
 
+@pytest.mark.parametrize("kind", ["cluster", "sentinel"])
+async def test_why_no_server_can_be_asked_is_said_every_time(redis_server: RedisServer, kind: str) -> None:
+    """Also while it is not tried, since the first call is the engine's, and the second that of a person who looks."""
+    name = "/mymaster" if kind == "sentinel" else ""
+    async with opened(f"redis+{kind}://:wr0ngpw@{redis_server.name}{name}") as store:
+        messages = []
+        for call in (store.get_epoch("model"), store.warm()):
+            with pytest.raises(StoreError) as caught:
+                await call
+            messages.append(str(caught.value))
+    reason = messages[0].partition("can't be reached: ")[2]
+    assert reason
+    assert messages[1].endswith(f"is not asked now, after this: {reason}")
+    assert "wr0ngpw" not in "".join(messages)
+
+
 async def test_sentinels_keep_the_contract_and_lead_to_the_new_primary(redis_sentinels: RedisSentinels) -> None:
     async def make() -> RedisStore:
         redis_sentinels.primary().call("FLUSHALL")

@@ -80,6 +80,7 @@ class Topology:
         self._slots: list[_Shard | None] = []
         self._asked_at = -_MAX_AGE_S
         self._refresh: asyncio.Task[Fault | None] | None = None
+        self._fault = Fault("no server answered", "DOWN")  # of the last refresh that failed
         self._supervisor: Supervisor | None = None
         self._turn = 0
         self._closed = False
@@ -103,7 +104,9 @@ class Topology:
             return
         if self._refresh is None or self._refresh.done():
             if not self._breaker.allows():
-                raise StoreError(f"Redis at {self._target} can't be reached and is not asked now")
+                raise StoreError(
+                    f"Redis at {self._target} can't be reached and is not asked now, after this: {self._fault}"
+                )
             self._begin_refresh()
         assert self._refresh is not None
         fault = await asyncio.shield(self._refresh)
@@ -205,7 +208,8 @@ class Topology:
                 group.start_soon(ask, node)
         if not found:
             self._breaker.fail()
-            return faults[0] if faults else Fault("no server answered", "DOWN")
+            self._fault = faults[0] if faults else Fault("no server answered", "DOWN")
+            return self._fault
         self._breaker.succeed()
         self._slots = found[0]
         self._forget_others()
