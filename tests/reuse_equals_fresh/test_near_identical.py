@@ -22,7 +22,8 @@ from kitelib.engine.request import Run
 from kitelib.engine.residency import Residency
 from kitelib.fingerprint import BlockChain, root_fingerprint
 from kitelib.runtime.threads import ThreadDoor
-from kitelib.stores.pool import RUPool, Wanted
+from kitelib.stores.pool import RUPool
+from kitelib.stores.wanted import Wanted
 from kitelib.upcycle.codec import get_codec
 from kitelib.upcycle.unit import Expectation, RecyclableUnit, pack
 from kitelib.yoco.planner import Planner

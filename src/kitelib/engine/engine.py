@@ -22,7 +22,7 @@ from kitelib.engine.gate import Gate
 from kitelib.engine.loading import Loader
 from kitelib.engine.opening import Opening
 from kitelib.engine.results import Chunk, Generation
-from kitelib.engine.serving import Serving, bind_late
+from kitelib.engine.serving import Serving, bind_late, use_model
 from kitelib.engine.streaming import ChatStream, Submitted
 from kitelib.errors import (
     ConfigError,
@@ -151,7 +151,7 @@ class KiteEngine:
             await self.pool.start(self._supervisor)
             backend = await self._door.run(self._loader.load, discard=lambda backend: backend.close())
             try:
-                await self.pool.use_model(backend.info.model_state, bitwise=backend.info.numerics == "bitwise")
+                await use_model(self.pool, backend.info)
             except BaseException:
                 backend.close()
                 raise
@@ -425,7 +425,7 @@ class KiteEngine:
                     with anyio.CancelScope(shield=True):
                         if backend.info.model_state != old.backend.info.model_state:
                             await self.pool.clear()
-                        await self.pool.use_model(backend.info.model_state, bitwise=backend.info.numerics == "bitwise")
+                        await use_model(self.pool, backend.info)
                     self._serve(backend)
                 else:
                     backend.close()

@@ -176,7 +176,9 @@ def _note(request: Request, tiers: dict[str, int], cached: int, info: ModelInfo)
     computed = len(request.prompt) - cached
     if request.zero_prefill:
         again = f"; {computed} prompt tokens were computed again for what followed" if computed else ""
-        return f"the whole prompt was known: the first token came from stored logits, without a model step{again}"
+        source = request.prefix.logits_source
+        stored = f"logits stored in {source}" if source not in ("", "memory") else "stored logits"
+        return f"the whole prompt was known: the first token came from {stored}, without a model step{again}"
     slow = "".join(
         f"; {count // info.block_tokens} blocks in {name} recomputed: slower to load"
         for name, count in request.skipped_tokens.items()

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from kitelib.abc import Backend, BlockPayload
 from kitelib.engine.request import Request, Run
 from kitelib.fingerprint import Fingerprint
-from kitelib.stores.pool import RUPool, Wanted
+from kitelib.stores.pool import RUPool
+from kitelib.stores.wanted import Wanted
 from kitelib.upcycle.recycler import Recycler
 from kitelib.upcycle.unit import Expectation, RecyclableUnit
 from kitelib.yoco.planner import LOGITS_LAYOUT, Planner

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from kitelib.abc import ModelInfo
 from kitelib.config import PoolConfig, ReusePolicy, SamplingParams
 from kitelib.engine.constraints import Constraint, ConstraintFactory
 from kitelib.engine.context_memory import ContextMemory
@@ -24,7 +25,7 @@ from kitelib.stores.pool import RUPool
 from kitelib.upcycle.recycler import Recycler
 from kitelib.yoco.planner import EMPTY_PREFIX, Planner, PooledPrefix, late_prefix
 
-__all__ = ["Serving", "bind_late"]
+__all__ = ["Serving", "bind_late", "use_model"]
 
 
 _MAX_ROOTS = 65536
@@ -172,6 +173,12 @@ def bind_late(scheduler: Scheduler, request: Request, prefix: PooledPrefix) -> N
     late = prefix.late
     if late is not None:
         late.bind(lambda first, units: scheduler.arrived(request, late, late_prefix(first, units)))
+
+
+async def use_model(pool: RUPool, info: ModelInfo) -> None:
+    """Tells the pool which model is served from now on."""
+    largest = max(info.block_bytes, 4 * info.vocab_size)
+    await pool.use_model(info.model_state, bitwise=info.numerics == "bitwise", max_data_bytes=largest)
 
 
 class _Secret(bytes):

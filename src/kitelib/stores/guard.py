@@ -41,6 +41,7 @@ class StoreGuard:
         self.errors = 0
         self.timeouts = 0
         self._name = name
+        self._reported = 0
         self._why = "nobody knows"
         self._abandoned: set[asyncio.Task[Any]] = set()
 
@@ -89,6 +90,9 @@ class StoreGuard:
             error if isinstance(error, StoreError) else StoreError(f"{operation} of {self._name} failed: {error!r}")
         )
         self._why = str(failure)
+        if self.breaker.opened > self._reported:
+            self._reported = self.breaker.opened
+            _LOG.warning("%s failed several times in a row and is left alone for a while: %s", self._name, failure)
         return failure
 
     async def _bounded(

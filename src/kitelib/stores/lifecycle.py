@@ -32,6 +32,7 @@ _LOG = logging.getLogger("kitelib.pool")
 _LOCAL: Final = "disk"  # the tier that every process on a machine may purge by itself
 _JITTER: Final = 0.2  # of an interval, so that a fleet that started together does not stay together
 _MAX_RAISES: Final = 5
+_MOST_EPOCHS: Final = 2**48
 _HEADS: Final = 256  # units looked at, or deleted, in one call
 _DEAR_ROUNDS: Final = 200  # listing a shared tier happens that many times while a unit gets cold, at most
 
@@ -71,6 +72,20 @@ def _epoch_of(head: bytes, otherwise: int) -> int:
         return peek(head).epoch
     except FormatError:
         return otherwise
+
+
+def _sane(tier: Tier, epoch: int) -> int | None:
+    """The epoch that a tier told, or None if it can't be one: no pool is invalidated that often, and following it would
+    leave no room for later invalidations."""
+    if epoch <= _MOST_EPOCHS:
+        return epoch
+    _LOG.error(
+        "the tier %r holds the epoch %d, which is damaged and is not followed; invalidations do not reach other "
+        "processes through this tier until its epoch is deleted",
+        tier.name,
+        epoch,
+    )
+    return None
 
 
 def _model_of(key: str) -> str:
@@ -182,7 +197,7 @@ class Lifecycle:
         async def read(tier: Tier) -> int | None:
             assert tier.shared is not None
             try:
-                return await tier.shared.get_epoch(name)
+                return _sane(tier, await tier.shared.get_epoch(name))
             except StoreError as error:
                 _LOG.debug("the epoch of %s is unknown: %s", tier.name, error)
                 return None
@@ -198,7 +213,7 @@ class Lifecycle:
         async def lift(tier: Tier) -> int | None:
             assert tier.shared is not None
             try:
-                return await tier.shared.raise_epoch(name, target)
+                return _sane(tier, await tier.shared.raise_epoch(name, target))
             except StoreError as error:
                 _LOG.debug("the epoch of %s could not be raised: %s", tier.name, error)
                 return None

@@ -35,9 +35,10 @@ from kitelib.stores.registry import open_stores
 from kitelib.stores.siblings import Siblings
 from kitelib.stores.tier import ARCHIVE, Tier
 from kitelib.stores.tiered import Span, Tiers
-from kitelib.upcycle.unit import HEAD_BYTES, Expectation, RecyclableUnit, inspect, peek, unpack
+from kitelib.stores.wanted import Wanted, leading_pairs
+from kitelib.upcycle.unit import HEAD_BYTES, MAX_DATA_BYTES, RecyclableUnit, inspect, peek, unpack
 
-__all__ = ["RUPool", "Wanted"]
+__all__ = ["RUPool"]
 
 T = TypeVar("T")
 
@@ -46,21 +47,8 @@ _OUTER_KINDS: Final = ("kv", "logits", "completion", "lora")
 _MAX_PROMOTING_BYTES: Final = 64 * 2**20
 _CALL_MARGIN_S: Final = 0.2  # what a store needs to give up by itself after its own timeouts
 _ARCHIVE_TIMEOUT_S: Final = 5.0  # an object store may take a second to its first byte
+_LEAST_VALUE_LIMIT: Final = 4 * 2**20  # bytes; room for headers, and for other replies of a server
 _EPOCH_WAIT_S: Final = 3.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
-    """One unit to look for: its key, what it must be, and the root of its namespace (b"" for the engine's own)."""
-
-    key: str
-    expected: Expectation
-    root: bytes = b""
-
-    @classmethod
-    def of(cls, expected: Expectation, root: bytes = b"") -> Wanted:
-        """The request for a unit, keyed by its own identity."""
-        return cls(store_key(model_key(expected.model_state), expected.kind, expected.cf), expected, root)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,9 +130,13 @@ class RUPool:
             await self._door.run(native_note)  # loads the library from its file, which `notes` must not do on the loop
             supervisor.keep("lifecycle", self._lifecycle.run)
 
-    async def use_model(self, model_state: bytes, *, bitwise: bool = True) -> None:
+    async def use_model(
+        self, model_state: bytes, *, bitwise: bool = True, max_data_bytes: int = MAX_DATA_BYTES
+    ) -> None:
         """Takes the epoch of a model from the tiers; to be called whenever another model is served. `bitwise` says
-        that its numerics are."""
+        that its numerics are, `max_data_bytes` how many bytes of data its largest unit has."""
+        for tier in self.tiers.tiers:
+            tier.limit_values(max(_LEAST_VALUE_LIMIT, 2 * max_data_bytes))
         self._forms.bitwise = bitwise
         self._model = model_key(model_state)
         if not self.tiers.tiers:
@@ -225,7 +217,7 @@ class RUPool:
         except Exception:  # noqa: BLE001 - as above
             self._note_failure("get_many")
             return []
-        pairs = _leading(wanted, values)
+        pairs = leading_pairs(wanted, values)
         if not pairs:
             return []
         for each, _ in pairs:
@@ -251,19 +243,21 @@ class RUPool:
         """Which outer tiers have the leading run, unchecked; as far as they say so within `budget_s` seconds."""
         if not wanted or not self.tiers.tiers or not self._epoch_known:
             return []
-        epoch = self.epoch
+        epoch, begun = self.epoch, time.monotonic()
         spans = await self.tiers.locate([each.key for each in wanted], budget_s=budget_s)
         if epoch != self.epoch:
             return []  # what was there is void by now
         for span in spans:
             self._writes.note_there(each.key for each in wanted[span.first : span.first + span.count])
+        if budget_s is None or time.monotonic() - begun < budget_s:  # all have said what they have
+            self._writes.note_gone([each.key for each in wanted[sum(span.count for span in spans) :]])
         return spans
 
     async def read(self, span: Span, wanted: Sequence[Wanted]) -> list[RecyclableUnit]:
         """The verified units of a span that `locate` found, or of a part of it: cut at the first that is not there or
         fails a check. `wanted` are those of the span."""
         values = await self.tiers.read(span, [each.key for each in wanted])
-        return await self._take(span.tier, _leading(wanted, values))
+        return await self._take(span.tier, leading_pairs(wanted, values))
 
     async def fetch_any(self, wanted: Sequence[Wanted]) -> list[tuple[RecyclableUnit, str] | None]:
         """Single units from any outer tier with its name, in order; None is a miss."""
@@ -491,12 +485,3 @@ def _is_old(unit: RecyclableUnit | bytes, epoch: int, oldest: float) -> bool:
     except FormatError:
         return False
     return head.epoch < epoch or head.created_at < oldest
-
-
-def _leading(wanted: Sequence[Wanted], values: Sequence[bytes | None]) -> list[tuple[Wanted, bytes]]:
-    pairs = []
-    for each, value in zip(wanted, values, strict=True):
-        if value is None:
-            break
-        pairs.append((each, value))
-    return pairs

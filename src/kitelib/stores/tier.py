@@ -124,6 +124,13 @@ class Tier:
         """Average size of the values read lately, bytes; 0 before the first."""
         return self._mean_bytes
 
+    def limit_values(self, max_bytes: int) -> None:
+        """Tells the store how long a value can be at most, so that it refuses longer ones, which nobody here wrote,
+        before it allocates anything. Stores that don't offer `limit_values` keep their own bound."""
+        limit = getattr(self.store, "limit_values", None)
+        if limit is not None:
+            limit(max_bytes)
+
     # Reading
 
     async def leading_run(self, keys: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from kitelib.stores.pool import Wanted
+from kitelib.stores.wanted import Wanted
 from kitelib.upcycle.unit import RecyclableUnit
 
 __all__ = ["HeldBytes"]

@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from kitelib.abc import BlockPayload, ModelInfo
 from kitelib.fingerprint import BlockChain, Fingerprint, TokenIds, end_fingerprint
-from kitelib.stores.pool import RUPool, Wanted
+from kitelib.stores.pool import RUPool
+from kitelib.stores.wanted import Wanted
 from kitelib.upcycle.unit import Expectation, RecyclableUnit
 from kitelib.yoco.decision import patience
 from kitelib.yoco.held import HeldBytes

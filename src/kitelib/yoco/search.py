@@ -17,8 +17,9 @@ from typing import Any, Final
 
 import anyio
 
-from kitelib.stores.pool import RUPool, Wanted
+from kitelib.stores.pool import RUPool
 from kitelib.stores.tiered import Span
+from kitelib.stores.wanted import Wanted
 from kitelib.upcycle.unit import RecyclableUnit
 from kitelib.yoco.decision import Verdict, decide, load_costs
 from kitelib.yoco.held import HeldBytes

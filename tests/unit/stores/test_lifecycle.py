@@ -84,6 +84,19 @@ async def test_a_model_starts_at_the_highest_epoch_that_any_tier_knows(clock: Ha
     assert process.epochs == []
 
 
+async def test_a_damaged_epoch_is_not_followed_and_said(clock: HandClock, caplog: pytest.LogCaptureFixture) -> None:
+    """One tier's nonsense must not use up the epochs of all the others."""
+    disk, redis = SharedMemory(clock), SharedMemory(clock)
+    redis.epochs[MODEL] = 2**63 - 1
+    process = Process(clock, disk=disk, redis=redis)
+    assert await process.lifecycle.use_model(MODEL) == 0
+    assert "9223372036854775807, which is damaged" in caplog.text
+    await process.lifecycle.raise_epoch()
+    assert (process.lifecycle.epoch, disk.epochs[MODEL]) == (1, 1)
+    await process.lifecycle.check()
+    assert process.lifecycle.epoch == 1
+
+
 async def test_an_invalidation_reaches_every_tier_and_every_process(clock: HandClock) -> None:
     """B18, B20: one call invalidates all tiers; every other process knows at its next check."""
     redis, disk_a, disk_b = SharedMemory(clock), SharedMemory(clock), SharedMemory(clock)

@@ -8,7 +8,8 @@ from kitelib.config import PoolConfig
 from kitelib.errors import StoreError
 from kitelib.runtime.threads import ThreadDoor
 from kitelib.stores.memory import MemoryStore
-from kitelib.stores.pool import RUPool, Wanted
+from kitelib.stores.pool import RUPool
+from kitelib.stores.wanted import Wanted
 from kitelib.upcycle.unit import Expectation, RecyclableUnit
 from kitelib.yoco.planner import Planner
 from tests.support.units import INFO, LAYOUT, chain_of, kv_unit, units_of

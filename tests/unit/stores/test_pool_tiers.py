@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -18,7 +19,8 @@ from kitelib.runtime.supervisor import Supervisor
 from kitelib.runtime.threads import ThreadDoor
 from kitelib.stores.disk import DiskStore
 from kitelib.stores.keys import KeyRing, unit_key
-from kitelib.stores.pool import RUPool, Wanted
+from kitelib.stores.pool import RUPool
+from kitelib.stores.wanted import Wanted
 from kitelib.upcycle.codec import get_codec
 from kitelib.upcycle.unit import RecyclableUnit, inspect, pack
 from kitelib.yoco.planner import Planner
@@ -267,6 +269,32 @@ async def test_what_is_to_say_about_the_codec_is_known_before_anybody_asks(open_
     library._found.cache_clear()
     async with open_pool() as pool:
         pool.notes()  # touching a file here fails the test
+
+
+async def test_b35_values_far_longer_than_a_unit_are_not_read(open_pool: OpenPool, tmp_path: Path) -> None:
+    """B35: how long a value can be is known before anything is allocated for it."""
+    async with open_pool() as pool:
+        await write(pool, blocks())
+    await replace_value(str(tmp_path / "pool"), lambda items: [(key, value + bytes(2**23)) for key, value in items])
+    async with open_pool() as pool:
+        await pool.use_model(INFO.model_state, max_data_bytes=INFO.block_bytes)
+        tracemalloc.start()
+        try:
+            assert await read(pool) == []
+            assert tracemalloc.get_traced_memory()[1] < 2**22
+        finally:
+            tracemalloc.stop()
+
+
+async def test_what_a_look_up_does_not_find_is_written_again(open_pool: OpenPool) -> None:
+    """After a tier was emptied, what is computed again goes there at once."""
+    async with open_pool(memory_bytes=0) as pool:
+        await write(pool, blocks())
+        (tier,) = pool.tiers.tiers
+        await tier.delete_many([each.key for each in wanted(pool)])
+        assert await read(pool) == []
+        await write(pool, blocks())
+        assert len(await read(pool)) == 4
 
 
 def test_an_unknown_root_is_trusted_with_nothing() -> None:

@@ -379,7 +379,7 @@ async def test_cancelled_calls_never_leave_a_reply_for_others(redis_cluster: Red
                 await use(seed)
         assert await store.get_many(list(values)) == list(values.values())
     assert not wrong
-    assert cancelled > 200
+    assert cancelled > 100  # of 300; the quicker the machine, the more end before
 
 
 async def test_after_closing_calls_fail_and_no_connection_is_left(redis_server: RedisServer) -> None:

@@ -69,9 +69,7 @@ def test_every_span_has_one_fate_in_order_and_waiting_stays_within_the_patience(
     assert [*verdict.wait, *verdict.overlap, *verdict.skip] == spans
     waited = sum(cost.seconds(span.count) for span, cost in zip(verdict.wait, costs, strict=False))
     assert waited <= left + 1e-9
-    assert all(
-        cost.seconds(span.count) < span.count * compute for span, cost in zip(verdict.wait, costs, strict=False)
-    )
+    assert all(cost.seconds(span.count) < span.count * compute for span, cost in zip(verdict.wait, costs, strict=False))
 
 
 @pytest.mark.parametrize("compute_s", [0.0, 0.1, 4.0])

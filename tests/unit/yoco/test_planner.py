@@ -14,7 +14,8 @@ from kitelib.abc import ModelInfo
 from kitelib.config import PoolConfig
 from kitelib.fingerprint import block_fingerprint
 from kitelib.runtime.threads import ThreadDoor
-from kitelib.stores.pool import RUPool, Wanted
+from kitelib.stores.pool import RUPool
+from kitelib.stores.wanted import Wanted
 from kitelib.upcycle.unit import RecyclableUnit
 from kitelib.yoco.planner import EMPTY_PREFIX, Planner, PooledPrefix
 from tests.support.units import (

@@ -17,7 +17,8 @@ from kitelib.runtime.supervisor import Supervisor
 from kitelib.runtime.threads import ThreadDoor
 from kitelib.stores.cost import TierCost
 from kitelib.stores.memory import MemoryStore
-from kitelib.stores.pool import RUPool, Wanted
+from kitelib.stores.pool import RUPool
+from kitelib.stores.wanted import Wanted
 from kitelib.testing import Fault, FaultyStore, Operation
 from kitelib.upcycle.unit import RecyclableUnit
 from kitelib.yoco.held import HeldBytes

@@ -209,15 +209,15 @@ def read_head(descriptor: int, file_bytes: int, wanted: int) -> FileHead:
     return FileHead(key, num_bytes, written_at, read[start:needed])
 
 
-def read_value(descriptor: int, key: str, file_bytes: int) -> tuple[FileHead, bytes]:
-    """Reads and checks the header, and the whole value, into one `bytes` without a second copy.
+def read_value(descriptor: int, key: str, file_bytes: int, max_bytes: int) -> tuple[FileHead, bytes]:
+    """Reads and checks the header, and the whole value of at most `max_bytes`, into one `bytes` without a second copy.
 
     Raises:
         BadFileError: it is not the whole value of that key.
         OSError: the file can't be read.
     """
-    if file_bytes > MAX_VALUE_BYTES + _FIXED_BYTES + MAX_KEY_BYTES:  # before anything is allocated
-        raise BadFileError(f"the file has {file_bytes} bytes, but a value has at most {MAX_VALUE_BYTES}")
+    if file_bytes > max_bytes + _FIXED_BYTES + MAX_KEY_BYTES:  # before anything is allocated
+        raise BadFileError(f"the file has {file_bytes} bytes, but a value has at most {max_bytes}")
     head = read_head(descriptor, file_bytes, 0)
     if head.key != key:
         raise BadFileError(f"the file holds the key {head.key!r}")

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from kitelib.abc import StoredItem
 from kitelib.runtime.allocator import keep_freed_memory
 from kitelib.stores.disk.files import (
+    MAX_VALUE_BYTES,
     BadFileError,
     FileHead,
     check_format,
@@ -69,6 +70,9 @@ class DiskReader:
         now: seconds since 1970.
         ttl_s: seconds after which a value is gone; None means never.
         report: called with shard, name, and (device, inode) of a file that is damaged or too old.
+
+    Attributes:
+        max_value_bytes: a longer value counts as damaged, and nothing is allocated for it.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class DiskReader:
         self._ttl_s = ttl_s
         self._report = report
         self._checked = False
+        self.max_value_bytes = MAX_VALUE_BYTES
 
     def ready(self) -> bool:
         """Whether there is a pool to read.
@@ -208,7 +213,7 @@ class DiskReader:
 
     def _value(self, key: str, file: OpenFile, errors: list[Exception]) -> bytes | None:
         try:
-            head, value = read_value(file.descriptor, key, file.status.st_size)
+            head, value = read_value(file.descriptor, key, file.status.st_size, self.max_value_bytes)
         except BadFileError:
             self._reject(file)
             return None

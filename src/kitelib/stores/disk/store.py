@@ -18,7 +18,7 @@ import anyio
 from kitelib.abc import Clock, StoredItem, StoreStats
 from kitelib.errors import ConfigError, StoreError
 from kitelib.stores.disk.epochs import read_epoch, write_epoch
-from kitelib.stores.disk.files import NUM_SHARDS
+from kitelib.stores.disk.files import MAX_VALUE_BYTES, NUM_SHARDS
 from kitelib.stores.disk.index import DiskIndex
 from kitelib.stores.disk.ledger import Books, read_books
 from kitelib.stores.disk.reader import DiskReader, Found
@@ -224,6 +224,10 @@ class DiskStore:
         return await self._on(self._writes, lambda: write_epoch(self.folder, name, epoch))
 
     # Life
+
+    def limit_values(self, max_bytes: int) -> None:
+        """Values that are longer are damaged: see `Tier.limit_values`."""
+        self._reader.max_value_bytes = min(max_bytes, MAX_VALUE_BYTES)
 
     async def warm(self) -> None:
         if self._stop.is_set():

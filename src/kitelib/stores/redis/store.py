@@ -102,9 +102,10 @@ class RedisStore:
         def dialer(username: str | None, password: str | None, db: int) -> Dialer:
             return Dialer(username, password, db, target.tls, connect_timeout, socket_timeout, _MAX_VALUE_BYTES)
 
+        self._dialer = dialer(target.username, target.password, target.db)
         self._topology = Topology(
             target,
-            dialer(target.username, target.password, target.db),
+            self._dialer,
             dialer(target.sentinel_username, target.sentinel_password, 0),
             connections,
             replica_reads,
@@ -118,6 +119,10 @@ class RedisStore:
 
     def __repr__(self) -> str:
         return f"<RedisStore {self._name}>"
+
+    def limit_values(self, max_bytes: int) -> None:
+        """A longer value is refused before it comes in: see `Tier.limit_values`. Holds for new connections."""
+        self._dialer.max_value_bytes = min(max_bytes, _MAX_VALUE_BYTES)
 
     async def warm(self) -> None:
         await self._topology.ensure()

@@ -141,7 +141,10 @@ def parse_address(text: str, default_port: int, scheme: str) -> Address:
     if not host:
         raise ConfigError(f"the {scheme} URL has an empty host; write {scheme}://host:port")
     if port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise ConfigError(f"the {scheme} URL has a port that is no number from 1 to 65535, after host {host!r}")
+        raise ConfigError(
+            f"the {scheme} URL has a port that is no number from 1 to 65535; write / : @ # ? in a password as %2F %3A %40 "
+            "%23 %3F"
+        )
     return host, int(port) if port else default_port
 
 

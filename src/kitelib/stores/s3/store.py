@@ -84,11 +84,16 @@ class S3Store:
         self._opening = anyio.Lock()
         self._bucket: Bucket | None = None
         self._closed = False
+        self._max_object_bytes = MAX_OBJECT_BYTES
         self._hits = self._misses = self._evictions = self._dropped = self._errors = 0
 
     def __repr__(self) -> str:
         place = f"{self._settings.bucket}/{self._settings.root}"
         return f"S3Store('s3://{place.removesuffix('/v1')}')"
+
+    def limit_values(self, max_bytes: int) -> None:
+        """Longer objects are misses: see `Tier.limit_values`."""
+        self._max_object_bytes = min(max_bytes, MAX_OBJECT_BYTES)
 
     async def warm(self) -> None:
         """Builds the client and lists one page, which shows that bucket and credentials work.
@@ -108,7 +113,7 @@ class S3Store:
         async def fetch(key: str) -> None:
             path = object_path(key)
             result = None if path is None else await bucket.get(path)
-            if result is None or not self._live(result.meta) or result.meta["size"] > MAX_OBJECT_BYTES:
+            if result is None or not self._live(result.meta) or result.meta["size"] > self._max_object_bytes:
                 return
             if not call.reserve(result.meta["size"], MAX_OBJECT_BYTES):
                 raise StoreError("the answer would be too big; ask for fewer keys")
