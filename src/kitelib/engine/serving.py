@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import anyio
+
 from kitelib.abc import ModelInfo
 from kitelib.config import PoolConfig, ReusePolicy, SamplingParams
 from kitelib.engine.constraints import Constraint, ConstraintFactory
@@ -29,6 +31,7 @@ __all__ = ["Serving", "bind_late", "use_model"]
 
 
 _MAX_ROOTS = 65536
+_SAVE_WAIT_S = 0.5
 
 
 @dataclasses.dataclass(slots=True)
@@ -68,6 +71,10 @@ class Serving:
             async def look() -> None:
                 prefix = EMPTY_PREFIX
                 try:
+                    with anyio.move_on_after(
+                        _SAVE_WAIT_S
+                    ):  # what a preempted branch left may be on its way to the pool
+                        await recycler.drain()
                     prefix = await planner.find(branch.run.chain, branch.run.tokens, block, logits=False, defer=False)
                 finally:
                     scheduler.fetched(branch, prefix)

@@ -109,7 +109,6 @@ async def test_whatever_comes_late_or_never_every_answer_is_the_one_without_reus
     store = FaultyStore(MemoryStore(2**28), schedule)
     attach(monkeypatch, store)
     monkeypatch.setattr("kitelib.yoco.planner.patience", lambda compute_s, measured: rng.choice([0.0, 0.002, 0.03]))
-    sources: set[str] = set()
     async with open_tiny(**SIZES, pool=PoolConfig(memory_bytes=rng.choice([0, 300_000]))) as engine:
         slow_steps(engine, monkeypatch, 0.001)
         engine.pool.tiers.tiers[0].breaker._max_failures = 10**9
@@ -128,7 +127,6 @@ async def test_whatever_comes_late_or_never_every_answer_is_the_one_without_reus
                     return
                 gen: Generation = await asking
                 check_report(gen)
-                sources.update(gen.reuse.tiers)
                 if answer(gen) != expected[index]:
                     wrong.append(index)
 
@@ -141,7 +139,7 @@ async def test_whatever_comes_late_or_never_every_answer_is_the_one_without_reus
             *(ask(index) for index in range(len(calls))), *(ask(index) for index in range(len(calls))), forget()
         )
         assert not wrong
-        assert "outer" in sources
+        assert engine.stats()["pool"]["outer"]["hits"] > 0  # in time or not
         assert engine.stats()["preemptions"] > 0
         await assert_nothing_left(engine)
         await until(nothing_on_its_way(engine))
