@@ -135,7 +135,7 @@ async def assert_form(engine: KiteEngine, codec: str | None) -> None:
     keys = [item.key async for page in tier.shared.list_items() for item in page if ":kv:" in item.key]
     values = [value for value in await tier.get_many(keys) if value is not None]
     assert len(values) > 150 // 16
-    key = engine.pool._own_key
+    key = engine.pool._keys.own
     codecs = {inspect(value, hmac_key=key).codec for value in values}
     if codec is not None:
         assert codecs == {f"paged_kvcache_v2/{codec}"}
