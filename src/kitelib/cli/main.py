@@ -49,6 +49,8 @@ def run_command_line(parser: argparse.ArgumentParser, argv: Sequence[str] | None
     for stream in (sys.stdout, sys.stderr, sys.stdin):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+    # The commands say themselves which tier can't be used; the log would say it again.
+    logging.getLogger("kitelib.pool").addHandler(logging.NullHandler())
     args = parser.parse_args(argv)
     if not hasattr(args, "execute"):
         parser.print_help(sys.stderr)
