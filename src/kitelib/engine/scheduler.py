@@ -23,6 +23,7 @@ from kitelib.engine.inbox import Inbox
 from kitelib.engine.late_blocks import LateBlocks, PrefillSpeed
 from kitelib.engine.output import Outputs
 from kitelib.engine.request import Branch, Request, Run
+from kitelib.engine.single_flight import SingleFlight
 from kitelib.errors import (
     BackendError,
     BackendStepError,
@@ -30,7 +31,6 @@ from kitelib.errors import (
     EngineClosedError,
     KiteError,
 )
-from kitelib.fingerprint import Fingerprint
 from kitelib.runtime.streams import LoopPort
 from kitelib.yoco.planner import EMPTY_PREFIX, PooledPrefix
 from kitelib.yoco.search import Late
@@ -77,8 +77,7 @@ class Scheduler:
         self._inbox = Inbox()
         self._waiting: list[Branch] = []
         self._active: list[Branch] = []
-        # Full blocks that an active branch is about to compute: who needs one of them waits instead of repeating it.
-        self._computing: dict[Fingerprint, Branch] = {}
+        self._computing = SingleFlight(memory.backend.info.block_tokens)
         self._last_adapter: str | None = None
         self._stopping: KiteError | None = None
         self.ended = False
@@ -302,7 +301,7 @@ class Scheduler:
         self._let_go(branch)
         if branch in self._active:
             self._active.remove(branch)
-            self._stop_computing(branch)
+            self._computing.end(branch)
         if branch in self._waiting:
             self._waiting.remove(branch)
         self._memory.retire(branch.run)
@@ -341,7 +340,7 @@ class Scheduler:
         run = branch.run
         source, shared = self._memory.best_match(run)
         block = shared // self._backend.info.block_tokens
-        if self._blocked(branch, block):
+        if self._computing.is_behind(branch, block):
             return True
         if branch.ask_pool:
             branch.ask_pool = False
@@ -368,19 +367,8 @@ class Scheduler:
         if branch.request.params.n == 1:
             branch.request.prefix = EMPTY_PREFIX  # further choices would start from it
         self._note_admission(branch, *started)
-        if run.shared:
-            size = self._backend.info.block_tokens
-            for fingerprint in run.chain.fingerprints[run.computed // size :]:
-                self._computing.setdefault(fingerprint, branch)
+        self._computing.begin(branch)
         return True
-
-    def _blocked(self, branch: Branch, block: int) -> bool:
-        """Whether another active branch is about to compute the next block this one needs."""
-        fingerprints = branch.run.chain.fingerprints
-        if not branch.run.shared or block >= len(fingerprints):
-            return False
-        other = self._computing.get(fingerprints[block])
-        return other is not None and other is not branch
 
     def _fetch(self, branch: Branch, block: int) -> None:
         branch.fetching = True
@@ -393,11 +381,6 @@ class Scheduler:
             request.admitted_at = time.monotonic()
             request.context_tokens = min(context_tokens, len(request.prompt))
             request.note_restored(context_tokens, restored)
-
-    def _stop_computing(self, branch: Branch) -> None:
-        for fingerprint in branch.run.chain.fingerprints:
-            if self._computing.get(fingerprint) is branch:
-                del self._computing[fingerprint]
 
     # Steps
 
@@ -429,7 +412,7 @@ class Scheduler:
         for (branch, count), logits in zip(work, result.logits, strict=True):
             branch.run.computed += count
             self._memory.computed(branch.run)
-            self._forget_computed(branch, count)
+            self._computing.computed(branch, count)
             if logits is not None:
                 self._on_logits(branch, logits)
 
@@ -445,17 +428,10 @@ class Scheduler:
                 return
         self._take_token(branch, logits)
 
-    def _forget_computed(self, branch: Branch, count: int) -> None:
-        size = self._backend.info.block_tokens
-        run = branch.run
-        for fingerprint in run.chain.fingerprints[(run.computed - count) // size : run.computed // size]:
-            if self._computing.get(fingerprint) is branch:
-                del self._computing[fingerprint]
-
     def _plan_step(self) -> list[tuple[Branch, int]]:
         adapter = self._choose_adapter()
         for branch in self._active:
-            self._forget_computed(branch, self._late.take_over(branch))
+            self._computing.computed(branch, self._late.take_over(branch))
         ready = [branch for branch in self._active if branch.run.adapter == adapter and branch.run.remaining]
         ready.sort(key=lambda branch: branch.order)
         decodes = [branch for branch in ready if branch.run.remaining == 1]
@@ -507,7 +483,7 @@ class Scheduler:
         victim = max(victims, key=lambda branch: branch.order)
         self.counters.preemptions += 1
         self._active.remove(victim)
-        self._stop_computing(victim)
+        self._computing.end(victim)
         self._memory.preempt(victim.run)
         self._let_go(victim)
         victim.ask_pool, victim.counts = victim.run.shared, False
