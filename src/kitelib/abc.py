@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal, NewType, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,6 +16,7 @@ __all__ = [
     "Codec",
     "Message",
     "ModelInfo",
+    "OverlappingBackend",
     "SequenceId",
     "SharedStore",
     "StepResult",
@@ -23,6 +24,7 @@ __all__ = [
     "Store",
     "StoreStats",
     "StoredItem",
+    "TokenDraw",
 ]
 
 SequenceId = NewType("SequenceId", int)
@@ -56,6 +58,7 @@ class ModelInfo:
         notes: plain sentences about what was detected, for people.
         prefill_guess: tokens of a prompt per second, as a guess from the model's size; only used until the first
             prompt was computed and measured.
+        draws_tokens: it can draw tokens itself (`StepWork.draw`), which spares copying logits from a device.
     """
 
     name: str
@@ -75,6 +78,7 @@ class ModelInfo:
     resident_idle_tokens: int
     notes: tuple[str, ...] = ()
     prefill_guess: float = 100.0
+    draws_tokens: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,6 +103,25 @@ class BlockPayload:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TokenDraw:
+    """How to draw a token where the logits are, as `kitelib.engine.sampling` describes it.
+
+    Attributes:
+        temperature: below 1e-5 the most likely token is taken, the lowest id among equals.
+        top_k: tokens that stay; 0 means all.
+        top_p: mass of the most likely tokens that stay, of (0, 1].
+        min_p: tokens with at least this share of the highest probability stay, of [0, 1].
+        uniform: random number of [0, 1) that chooses among them.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    uniform: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepWork:
     """A run of tokens to process for one sequence in one step.
 
@@ -107,12 +130,15 @@ class StepWork:
         token_ids: tokens to process, at least one.
         start: position of the first of them; must equal the number of tokens the sequence holds.
         logits: whether the logits after the last token are wanted.
+        draw: draw the token after the last one and give only that, not the logits; set only for a backend whose
+            `ModelInfo.draws_tokens` says that it can.
     """
 
     sequence: SequenceId
     token_ids: Sequence[int]
     start: int
     logits: bool
+    draw: TokenDraw | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,9 +148,11 @@ class StepResult:
     Attributes:
         logits: per work item, float32 of shape (vocab_size,) where asked, else None. The arrays may be views
             that are only valid until the next step; copy what must live longer. Writing to them is allowed.
+        tokens: per work item, the token drawn where asked, else None; empty if none was asked for.
     """
 
     logits: list[npt.NDArray[np.float32] | None]
+    tokens: Sequence[int | None] = ()
 
 
 @runtime_checkable
@@ -178,8 +206,16 @@ class Backend(Protocol):
         """
         ...
 
-    def room(self) -> int:
-        """Tokens that can still be processed or restored before memory must be released."""
+    def room(
+        self, sequence: SequenceId | None = None, beside: Sequence[tuple[SequenceId, int]] = (), *, shared: int = 0
+    ) -> int:
+        """Tokens that one sequence can still get, processed or restored, before memory must be released.
+
+        Args:
+            sequence: that sequence; None for a new one.
+            beside: other sequences and the tokens that each of them gets first; negative if they don't fit.
+            shared: tokens that a new sequence is going to share with another one (`fork`).
+        """
         ...
 
     def free_sequences(self) -> int:
@@ -209,6 +245,20 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Frees everything. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class OverlappingBackend(Backend, Protocol):
+    """A backend whose steps run beside the thread that starts them, as on a GPU."""
+
+    def begin_step(self, work: Sequence[StepWork]) -> Callable[[], StepResult]:
+        """Starts what `step` does and returns at once. The call that it gives waits for the result; until then blocks
+        may be exported and sequences that are not in `work` released, and nothing else.
+
+        Raises:
+            BackendStepError: nothing was processed; the call it gives may raise it, too.
+        """
         ...
 
 

@@ -166,7 +166,7 @@ class DependsOnThePiece(Broken):
 
 
 class NeverFull(Broken):
-    def room(self):
+    def room(self, sequence=None, beside=(), *, shared=0):
         return self.info.capacity_tokens
 
 

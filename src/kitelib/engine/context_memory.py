@@ -58,9 +58,10 @@ class ContextMemory:
         return None, 0
 
     def start(
-        self, run: Run, source: Run | None, shared: int, prefix: PooledPrefix, keep_free: int, *, idle: bool
+        self, run: Run, source: Run | None, shared: int, prefix: PooledPrefix, *, idle: bool
     ) -> tuple[int, dict[str, int]] | None:
-        """Gives a run its sequence, with everything that can be reused in it.
+        """Gives a run its sequence, with everything that can be reused in it. What already runs has to be able to go
+        on: one token each is kept free.
 
         Returns:
             Tokens shared in the context, and tokens restored from the pool by tier; None if the memory does not
@@ -76,7 +77,7 @@ class ContextMemory:
         if source is not None and source in self._idle:
             self._idle.move_to_end(source)
         self._trim_idle(source, max(new_tokens, run.expected_tokens - base))
-        while self.backend.room() < new_tokens + keep_free or not self.backend.free_sequences():
+        while self._room(base) < new_tokens or not self.backend.free_sequences():
             if not self.evict_one(spare=source):
                 if source is not None and idle and self.evict_one():
                     source, shared, base = None, 0, 0
@@ -89,6 +90,11 @@ class ContextMemory:
         restored = self._begin(run, source, base, prefix, restorable)
         self.residency.update(run)
         return base, restored
+
+    def _room(self, shared: int) -> int:
+        """Tokens that a new run can have on top of those it shares."""
+        others = [(run.sequence, 1) for run in self._active if run.sequence is not None]
+        return self.backend.room(None, others, shared=shared)
 
     def _restorable(self, run: Run, shared: int, prefix: PooledPrefix) -> int:
         """How many tokens the run would hold with the pool's units on top; at least one is left to compute."""
@@ -139,7 +145,7 @@ class ContextMemory:
         size = self.backend.info.block_tokens
         stop = min((arrived.first + len(arrived.payloads)) * size, len(run.tokens) - 1)
         fits = run.sequence is not None and run.computed % size == 0 and arrived.first * size <= run.computed < stop
-        if not fits or self.backend.room() < stop - run.computed:
+        if not fits or self.backend.room(run.sequence) < stop - run.computed:
             return {}
         restored = self._restore(run, arrived, stop)
         self.residency.update(run)

@@ -69,15 +69,18 @@ class Outputs:
         """Nothing is cached any more that a prompt could leave."""
         self._recent.clear()
 
-    def take_token(self, branch: Branch, logits: npt.NDArray[np.float32]) -> None:
-        """Chooses the next token of a branch; sets `finish_reason` if it was the last.
+    def take_token(self, branch: Branch, found: npt.NDArray[np.float32] | int) -> None:
+        """Chooses the next token of a branch from logits, or takes the one that was drawn; sets `finish_reason` if it
+        was the last.
 
         Raises:
             InvalidSamplingError: the constraint allows no token.
             BackendStepError: the logits are not numbers.
         """
-        mask = branch.constraint.mask() if branch.constraint else None
-        sampled = branch.sampler.sample(logits, mask)
+        if isinstance(found, int):
+            sampled = branch.sampler.drawn(found)
+        else:
+            sampled = branch.sampler.sample(found, branch.constraint.mask() if branch.constraint else None)
         request = branch.request
         if request.first_token_at is None:
             request.first_token_at = time.monotonic()

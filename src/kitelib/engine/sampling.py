@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kitelib.abc import TokenDraw
 from kitelib.config import SamplingParams
 from kitelib.errors import BackendStepError, InvalidSamplingError
 
@@ -138,6 +139,25 @@ class Sampler:
         logprobs = None if num_logprobs is None else _logprobs(logits, peak, num_logprobs, token)
         self.record(token)
         return Sampled(token, logprobs)
+
+    def draw(self) -> TokenDraw | None:
+        """What a backend needs to draw the next token itself: the same one, up to the rounding of its sums. None if
+        these options need the logits here. Uses up a random number, so ask once per token, and then call `drawn`."""
+        if self._adjusts or self.needs_logprobs:
+            return None
+        params = self._params
+        uniform = 0.0 if self._random is None else float(self._random.random())
+        return TokenDraw(self._temperature, max(0, params.top_k), params.top_p, params.min_p, uniform)
+
+    def drawn(self, token_id: int) -> Sampled:
+        """Takes the token that a backend drew.
+
+        Raises:
+            BackendStepError: it is none of the vocabulary; a backend says so with -1 where the logits are not numbers.
+        """
+        if not 0 <= token_id < self._vocab_size:
+            raise BackendStepError(f"the model gave unusable logits: the token drawn is {token_id}")
+        return Sampled(token_id, None)
 
     def record(self, token_id: int) -> None:
         """Counts a token that was not sampled here (a forced or a restored one) for the penalties; draws nothing."""

@@ -11,19 +11,19 @@ import bisect
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
 import numpy.typing as npt
 
-from kitelib.abc import StepWork
 from kitelib.engine.context_memory import ContextMemory
 from kitelib.engine.inbox import Inbox
 from kitelib.engine.late_blocks import LateBlocks, PrefillSpeed
 from kitelib.engine.output import Outputs
 from kitelib.engine.request import Branch, Request, Run
 from kitelib.engine.single_flight import SingleFlight
+from kitelib.engine.steps import Steps, extents
 from kitelib.errors import (
     BackendError,
     BackendStepError,
@@ -82,6 +82,7 @@ class Scheduler:
         self._stopping: KiteError | None = None
         self.ended = False
         self._late = LateBlocks(memory)
+        self._steps = Steps(memory.backend, self._tidy)
         self.speed = PrefillSpeed(memory.backend.info.prefill_guess)
         self.counters = SchedulerCounters()
 
@@ -168,10 +169,8 @@ class Scheduler:
                 self._expire()
                 self._port.flush()  # a first token from stored logits does not wait for the step
                 self._admit()
-                self._step()
-                self._port.flush()  # nor does any token wait for blocks that are copied out
-                self._memory.saver.save_some(_SAVED_BLOCKS_PER_STEP if self._active else _SAVED_BLOCKS_IDLE)
-                self._memory.trim()
+                if not self._step() or not self._steps.overlap:
+                    self._tidy()
                 self._port.flush()
             reason = self._stopping
         except Exception as error:  # noqa: BLE001 - a bug or a dying library: every caller has to hear of it
@@ -180,6 +179,11 @@ class Scheduler:
             self._stopping = reason
         finally:
             self._end(EngineClosedError() if reason is None else reason)
+
+    def _tidy(self) -> None:
+        self._port.flush()  # nor does any token wait for blocks that are copied out
+        self._memory.saver.save_some(_SAVED_BLOCKS_PER_STEP if self._active else _SAVED_BLOCKS_IDLE)
+        self._memory.trim()
 
     def _end(self, reason: KiteError) -> None:
         self.ended = True
@@ -275,9 +279,9 @@ class Scheduler:
         if branch.request.closed:
             self._let_go(branch)
 
-    def _take_token(self, branch: Branch, logits: npt.NDArray[np.float32]) -> None:
+    def _take_token(self, branch: Branch, found: npt.NDArray[np.float32] | int) -> None:
         try:
-            self._outputs.take_token(branch, logits)
+            self._outputs.take_token(branch, found)
         except KiteError as error:
             self._fail(branch.request, error)
             return
@@ -352,10 +356,8 @@ class Scheduler:
             branch.prefix = EMPTY_PREFIX
             self._fetch(branch, block)
             return True
-        # What already runs has to be able to go on: one token each is kept free.
-        keep_free = len(self._active)
         try:
-            started = self._memory.start(run, source, shared, prefix, keep_free, idle=not self._active)
+            started = self._memory.start(run, source, shared, prefix, idle=not self._active)
         except BackendError as error:
             self._fail(branch.request, error)
             return True
@@ -384,37 +386,33 @@ class Scheduler:
 
     # Steps
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """Computes one step; False if there is nothing to compute."""
         work = self._plan_step()
         if not work:
-            return
-        items = [
-            StepWork(
-                branch.run.sequence,  # type: ignore[arg-type]
-                branch.run.tokens[branch.run.computed : branch.run.computed + count],
-                branch.run.computed,
-                count == branch.run.remaining,
-            )
-            for branch, count in work
-        ]
+            return False
         begun = time.perf_counter()
         try:
-            result = self._backend.step(items)
+            result = self._steps.run(work)
         except BackendStepError as error:
             self.counters.step_failures += 1
             for branch, _ in work:
                 self._memory.drop(branch.run)
                 self._fail(branch.request, error)
-            return
+            return True
         finally:
             self.counters.steps += 1  # afterwards: who sees a first token sees the steps that it took
         self.speed.note(work, time.perf_counter() - begun)
-        for (branch, count), logits in zip(work, result.logits, strict=True):
+        tokens = result.tokens or [None] * len(work)
+        for (branch, count), logits, token in zip(work, result.logits, tokens, strict=True):
             branch.run.computed += count
             self._memory.computed(branch.run)
             self._computing.computed(branch, count)
-            if logits is not None:
+            if token is not None and not branch.request.closed:
+                self._take_token(branch, token)
+            elif logits is not None:
                 self._on_logits(branch, logits)
+        return True
 
     def _on_logits(self, branch: Branch, logits: npt.NDArray[np.float32]) -> None:
         request = branch.request
@@ -440,12 +438,13 @@ class Scheduler:
         self._make_room(decodes)
         decodes = [branch for branch in decodes if branch in self._active]
         work = [(branch, 1) for branch in decodes]
-        budget = min(self._backend.info.max_step_tokens, self._backend.room()) - len(work)
+        budget = self._backend.info.max_step_tokens - len(work)
         for branch in ready:
-            if budget <= 0:
-                break
             if branch.run.remaining > 1 and branch in self._active:
-                count = self._late.aligned(branch, min(branch.run.remaining, budget))
+                most = min(branch.run.remaining, budget, self._backend.room(branch.run.sequence, extents(work)))
+                if most <= 0:
+                    break
+                count = self._late.aligned(branch, most)
                 work.append((branch, count))
                 budget -= count
         if not work and self._active and ready:
@@ -465,9 +464,8 @@ class Scheduler:
         self._last_adapter = adapters[0]
         return adapters[0]
 
-    def _make_room(self, decodes: Iterable[Branch]) -> None:
-        needed = sum(1 for _ in decodes)
-        while self._backend.room() < needed:
+    def _make_room(self, decodes: Sequence[Branch]) -> None:
+        while self._backend.room(None, extents((each, 1) for each in decodes if each in self._active)) < 0:
             if self._memory.evict_one():
                 continue
             if not self._preempt_one(spare=None):

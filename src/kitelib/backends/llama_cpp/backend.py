@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kitelib.abc import BlockPayload, Message, ModelInfo, SequenceId, StepResult, StepWork
+from kitelib.backends.chat_template import ChatTemplate
 from kitelib.backends.llama_cpp.blocks import StateLayout
 from kitelib.backends.llama_cpp.build_id import library_digest
 from kitelib.backends.llama_cpp.context import ContextOptions, LlamaContext
@@ -17,7 +18,6 @@ from kitelib.backends.llama_cpp.library import default_threads, load_library, sp
 from kitelib.backends.llama_cpp.model import GGUFModel
 from kitelib.backends.llama_cpp.model_state import model_state
 from kitelib.backends.llama_cpp.selftest import PLANS, SPLITS, RowPlan, SelfTestCache, find_plan
-from kitelib.backends.llama_cpp.template import ChatTemplate
 from kitelib.config import AdapterConfig, Numerics, block_tokens_of
 from kitelib.errors import BackendError, ConfigError, FormatError, UnknownAdapterError
 from kitelib.fingerprint import encode_fields
@@ -147,8 +147,14 @@ class LlamaCppBackend:
             self._drag = 0
         return self._context.step(work)
 
-    def room(self) -> int:
-        return self._context.room()
+    def room(
+        self,
+        sequence: SequenceId | None = None,  # noqa: ARG002 - any token of any sequence takes one cell
+        beside: Sequence[tuple[SequenceId, int]] = (),
+        *,
+        shared: int = 0,  # noqa: ARG002 - what is shared takes none
+    ) -> int:
+        return self._context.room() - sum(count for _, count in beside)
 
     def free_sequences(self) -> int:
         """How many more sequences can be created."""

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kitelib.backends.llama_cpp.digest import content_digest, file_state
+from kitelib.backends.digest import content_digest, file_state
 from kitelib.backends.llama_cpp.gguf import GGUFSummary, check_file, split_paths
 from kitelib.backends.llama_cpp.library import captured_errors, load_library
 from kitelib.backends.llama_cpp.model_state import weights_digest

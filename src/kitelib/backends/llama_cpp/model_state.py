@@ -7,7 +7,7 @@ import os
 import pathlib
 from collections.abc import Callable, Sequence
 
-from kitelib.backends.llama_cpp.digest import content_digest
+from kitelib.backends.digest import content_digest
 from kitelib.backends.llama_cpp.gguf import check_file, split_paths
 from kitelib.fingerprint import encode_fields
 
