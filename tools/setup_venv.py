@@ -17,6 +17,8 @@ from progress import run_logged, say
 _ROOT = Path(__file__).resolve().parent.parent
 _VENV = _ROOT / ".venv"
 _PYTHON = _VENV / "bin" / "python"
+_TORCH = "torch==2.13.0"  # what the torch engine is tested with; dependencies alone would take any from 2.11 on
+_TORCH_EXTRAS = {"dev", "torch"}
 
 
 def main(extras: list[str]) -> None:
@@ -34,10 +36,18 @@ def main(extras: list[str]) -> None:
     say("3/4  kitelib's native part: a few seconds")
     _check([str(_PYTHON), str(_ROOT / "tools" / "build_native.py")])
     say(f"4/4  kitelib and its packages ({', '.join(extras)}): about a minute the first time, for downloads")
-    command = [str(_PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "-e"]
-    if run_logged([*command, f"{_ROOT}[{','.join(extras)}]"], _VENV / "install.log") != 0:
-        raise SystemExit("Installing failed. Is the network there? Run the same command again to go on.")
+    # A torch that is there stays: on a machine with a GPU it is the one that fits its driver.
+    if _TORCH_EXTRAS.intersection(extras) and not _runs("import importlib.metadata as m; m.version('torch')"):
+        say(f"  {_TORCH} first: it is large")
+        _install(_TORCH)
+    _install("-e", f"{_ROOT}[{','.join(extras)}]")
     say("Ready.\n")
+
+
+def _install(*what: str) -> None:
+    command = [str(_PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", *what]
+    if run_logged(command, _VENV / "install.log") != 0:
+        raise SystemExit("Installing failed. Is the network there? Run the same command again to go on.")
 
 
 def _make_venv() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 _MAX_BLOCK_TOKENS = 256
+_DIGEST = re.compile(r"[0-9A-Fa-f]{64}")
 
 ReuseMode = Literal["exact", "semantic", "off"]
 Numerics = Literal["bitwise", "standard"]
@@ -180,12 +182,22 @@ class AdapterConfig:
     """One LoRA adapter.
 
     Attributes:
-        path: GGUF file of the adapter.
+        path: GGUF file of the adapter (llama_cpp), or folder that PEFT saved (torch).
         scale: factor applied to the adapter, no unit; default 1.0.
+        digest: digest of the content that the adapter must have, 64 hexadecimal digits; None (default) takes what is
+            there. The torch backend finds an adapter by it in the pool, also where the folder is absent.
     """
 
     path: str
     scale: float = 1.0
+    digest: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.digest is None:
+            return
+        if not isinstance(self.digest, str) or not _DIGEST.fullmatch(self.digest):
+            raise ConfigError(f"AdapterConfig.digest is {shown(self.digest)}; give 64 hexadecimal digits, or None")
+        object.__setattr__(self, "digest", self.digest.lower())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

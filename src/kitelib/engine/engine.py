@@ -69,7 +69,7 @@ class KiteEngine:
         self.pool = RUPool(pool_config, self._door, on_epoch=self._on_epoch)
         self._recycler = Recycler(self.pool, _MAX_PENDING_WRITE_BYTES)
         self._supervisor = Supervisor()
-        self._gate = Gate(max_queue + loader.max_sequences)
+        self._gate = Gate(max_queue + loader.most_requests)
         self._serving: Serving | None = None
         self._closing: asyncio.Task[None] | None = None
 
@@ -97,18 +97,21 @@ class KiteEngine:
         """Opens an engine: ``async with KiteEngine.open(...) as engine`` or ``engine = await KiteEngine.open(...)``.
 
         Args:
-            model: a ``.gguf`` file.
-            backend: "auto" (by the kind of model) or "llama_cpp".
+            model: a ``.gguf`` file, or a Hugging Face model folder with safetensors weights.
+            backend: "auto" (a folder: "torch", a file: "llama_cpp"), "llama_cpp", or "torch" (also for a file).
             pool: where recyclable units are kept; default `PoolConfig()`.
             reuse: policy for calls that give none; default `ReusePolicy()`.
             n_ctx: most tokens of one sequence; None takes what the model was trained for, at most 4096.
             threads: threads of a model step; None leaves one core to the application.
-            max_sequences: requests computed at once; default 16.
-            dtype: "auto" (float16 KV); nothing else yet.
-            device: "auto" or "cpu".
-            adapters: name -> LoRA adapter (a GGUF file, or an `AdapterConfig` with a scale).
+            max_sequences: requests computed at once; default 16, on CUDA 256.
+            dtype: type of weights and KV: "auto" (as stored; llama_cpp: float16 KV), and with the torch backend
+                "bfloat16", "float16" or "float32".
+            device: "auto" or "cpu"; with the torch backend also "cuda" or "cuda:N", which "auto" takes if there is one.
+            adapters: name -> LoRA adapter (a GGUF file, with the torch backend a PEFT folder; or an `AdapterConfig` with
+                a scale).
             block_tokens: tokens per KV block; None chooses by architecture.
-            kv_tokens: most tokens of all sequences together; None takes four times n_ctx if memory allows.
+            kv_tokens: most tokens of all sequences together; None takes four times n_ctx if memory allows, on CUDA what
+                the largest step leaves free.
             max_queue: requests that may wait; one more raises `EngineOverloadedError`.
             cache_dir: folder for digests and self-test results; None means the user's cache folder.
             config: a configuration file; gives the pool (so leave out `pool`), and block sizes where `block_tokens`
@@ -131,7 +134,7 @@ class KiteEngine:
             n_ctx=n_ctx,
             kv_tokens=kv_tokens,
             threads=threads,
-            max_sequences=16 if max_sequences is None else max_sequences,
+            max_sequences=max_sequences,
             block_tokens=block_tokens,
             block_table={} if config is None else config.ru_slicing,
             adapters=dict(adapters or {}),

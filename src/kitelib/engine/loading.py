@@ -15,6 +15,7 @@ from kitelib.errors import ConfigError, UnsupportedOptionError
 __all__ = ["Loader"]
 
 _BACKENDS = ("auto", "llama_cpp", "torch", "vllm")
+_SEQUENCES, _CUDA_SEQUENCES = 16, 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Loader:
     n_ctx: int | None
     kv_tokens: int | None
     threads: int | None
-    max_sequences: int
+    max_sequences: int | None
     block_tokens: int | None
     block_table: Mapping[str, int]
     adapters: dict[str, str | AdapterConfig]
@@ -42,13 +43,34 @@ class Loader:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} is {value!r}; give a whole number of at least 1, or None")
 
+    @property
+    def most_requests(self) -> int:
+        """Requests that may run at once, as far as that is known before the model is loaded."""
+        if self.max_sequences is not None:
+            return self.max_sequences
+        return _CUDA_SEQUENCES if self._backend_name() == "torch" and self.device != "cpu" else _SEQUENCES
+
     def load(self) -> Any:
         """The loaded backend. Raises as `KiteEngine.open`."""
         name = self._backend_name()
-        if name != "llama_cpp":
+        if name == "torch":
+            return self._load_torch()
+        if name == "llama_cpp":
+            return self._load_llama_cpp()
+        raise UnsupportedOptionError(
+            f"backend is {name!r}, which this release does not have; give 'llama_cpp' for a GGUF file, or 'torch'"
+        )
+
+    def _load_torch(self) -> Any:
+        from kitelib.backends.torch_engine.backend import TorchBackend, TorchOptions
+
+        options = TorchOptions(**self._common("the folder of a PEFT adapter"), dtype=self.dtype, device=self.device)
+        return TorchBackend.load(self.model, options, self.progress)
+
+    def _load_llama_cpp(self) -> Any:
+        if os.path.isdir(self.model):
             raise UnsupportedOptionError(
-                f"{self.model!r} {'is a folder and ' if os.path.isdir(self.model) else ''}needs the backend {name!r}, "
-                "which this release does not have; give a .gguf file"
+                f"{self.model!r} is a folder; the llama_cpp backend takes a .gguf file, the torch backend folders"
             )
         for option, value, allowed in (
             ("dtype", self.dtype, ("auto", "float16")),
@@ -60,18 +82,22 @@ class Loader:
                 )
         from kitelib.backends.llama_cpp.backend import LlamaCppBackend, LlamaCppOptions
 
-        options = LlamaCppOptions(
-            n_ctx=self.n_ctx,
-            kv_tokens=self.kv_tokens,
-            threads=self.threads,
-            max_sequences=self.max_sequences,
-            block_tokens=self.block_tokens,
-            block_table=self.block_table,
-            numerics=self.numerics,
-            adapters={name: _adapter(name, each) for name, each in self.adapters.items()},
-            cache_dir=self.cache_dir,
-        )
+        options = LlamaCppOptions(**{**self._common("the path of a GGUF file"), "max_sequences": self.most_requests})
         return LlamaCppBackend.load(self.model, options, self.progress)
+
+    def _common(self, adapter_form: str) -> dict[str, Any]:
+        """Options that every backend has."""
+        return {
+            "n_ctx": self.n_ctx,
+            "kv_tokens": self.kv_tokens,
+            "threads": self.threads,
+            "max_sequences": self.max_sequences,
+            "block_tokens": self.block_tokens,
+            "block_table": self.block_table,
+            "numerics": self.numerics,
+            "adapters": {name: _adapter(name, each, adapter_form) for name, each in self.adapters.items()},
+            "cache_dir": self.cache_dir,
+        }
 
     def _backend_name(self) -> str:
         if self.backend not in _BACKENDS:
@@ -82,9 +108,9 @@ class Loader:
         return self.backend
 
 
-def _adapter(name: str, value: Any) -> AdapterConfig:
+def _adapter(name: str, value: Any, form: str) -> AdapterConfig:
     if isinstance(value, AdapterConfig):
         return value
     if isinstance(value, (str, os.PathLike)):
         return AdapterConfig(os.fspath(value))
-    raise ConfigError(f"adapters[{name!r}] is {value!r}; give the path of a GGUF file, or an AdapterConfig")
+    raise ConfigError(f"adapters[{name!r}] is {value!r}; give {form}, or an AdapterConfig")

@@ -1,6 +1,6 @@
 """Compiles the native part: ``python -m kitelib.native.build``. Takes seconds and needs any C11 compiler.
 
-The result goes next to this file or, where that folder can't be written, into the user's cache folder. It runs on any
+With ``--cuda`` the part for NVIDIA GPUs too, which needs the CUDA toolkit's nvcc, but no GPU. The result goes next to this file or, where that folder can't be written, into the user's cache folder. It runs on any
 CPU of its kind: faster instructions are chosen at run time. Standard library only, and importable before anything is
 installed.
 """
@@ -15,15 +15,34 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-__all__ = ["LIBRARY_NAME", "BuildError", "build", "cache_folder", "compile_library", "is_current", "source_folder"]
+__all__ = [
+    "CUDA_LIBRARY_NAME",
+    "LIBRARY_NAME",
+    "BuildError",
+    "build",
+    "build_cuda",
+    "cache_folder",
+    "compile_cuda_library",
+    "compile_library",
+    "find_nvcc",
+    "is_current",
+    "source_folder",
+]
 
 LIBRARY_NAME: Final = "_kite.so"
+CUDA_LIBRARY_NAME: Final = "_kite_cuda.so"
 _HERE: Final = Path(__file__).parent  # as it is: importing must not ask the file system, it may happen on an event loop
-_FLAGS: Final = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden")
+# Without -ffp-contract=off some compilers fuse multiply and add, and then machines give different bytes.
+_FLAGS: Final = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off")
+_CUDA_FLAGS: Final = (
+    *("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-fmad=false", "-cudart", "static"),
+    *("-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_90,code=sm_90"),
+    *("-gencode", "arch=compute_90,code=compute_90"),  # newer GPUs compile this when they load it
+)
 _MARK: Final = b"kite sources "  # followed by their digest, in the library
 _TIMEOUT_S: Final = 300.0
 
@@ -65,18 +84,40 @@ def build(folder: Path | None = None, *, force: bool = False) -> tuple[Path, boo
     Raises:
         BuildError: it could not be built; what was there before is still there.
     """
+    def make(fresh: Path, sources: Path, define: str) -> None:
+        compile_library(fresh, sorted((sources / "src").glob("*.c")), [define])
+
+    return _build(folder, LIBRARY_NAME, force, make)
+
+
+def build_cuda(folder: Path | None = None, *, force: bool = False) -> tuple[Path, bool]:
+    """Makes the library for NVIDIA GPUs; otherwise like `build`. Takes half a minute.
+
+    Raises:
+        BuildError: there is no nvcc, or it failed; what was there before is still there.
+    """
+
+    def make(fresh: Path, sources: Path, define: str) -> None:
+        compile_cuda_library(fresh, [sources / "cuda" / "pages.cu"], [define])
+
+    return _build(folder, CUDA_LIBRARY_NAME, force, make)
+
+
+def _build(
+    folder: Path | None, name: str, force: bool, make: Callable[[Path, Path, str], None]
+) -> tuple[Path, bool]:
     if folder is None:
         folder = _HERE if os.access(_HERE, os.W_OK) else cache_folder()
-    target = folder / LIBRARY_NAME
+    target = folder / name
     if not force and is_current(target):
         return target, False
     sources = source_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".kite-", dir=folder) as work:
-            fresh = Path(work) / LIBRARY_NAME
-            compile_library(fresh, sorted((sources / "src").glob("*.c")), [f'-DKITE_SOURCES="{_digest(sources)}"'])
-            _check_loads(fresh)
+            fresh = Path(work) / name
+            make(fresh, sources, f'-DKITE_SOURCES="{_digest(sources, name)}"')
+            _check_loads(fresh, "kite_cuda_abi" if name == CUDA_LIBRARY_NAME else "kite_abi")
             fresh.replace(target)  # a process that has the old file open keeps it
     except OSError as error:
         raise BuildError(f"{target} could not be written: {error}") from error
@@ -89,7 +130,33 @@ def compile_library(target: Path, files: Sequence[Path], options: Sequence[str] 
     Raises:
         BuildError: there is none, or it failed.
     """
-    command = [*_compiler(), *_FLAGS, *options, *map(str, files), "-o", str(target)]
+    _run([*_compiler(), *_FLAGS, *options, *map(str, files), "-o", str(target)])
+
+
+def compile_cuda_library(target: Path, files: Sequence[Path], options: Sequence[str] = ()) -> None:
+    """Runs the nvcc that `find_nvcc` finds.
+
+    Raises:
+        BuildError: there is none, or it failed.
+    """
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise BuildError(
+            "nvcc was not found, neither in $CUDA_HOME/bin nor on PATH nor in /usr/local/cuda/bin. It is part of the "
+            "CUDA toolkit; name the toolkit's folder in CUDA_HOME. Without it GPUs work too, but copy blocks more slowly"
+        )
+    _run([nvcc, *_CUDA_FLAGS, *options, *map(str, files), "-o", str(target)])
+
+
+def find_nvcc() -> str | None:
+    """The CUDA compiler: that of ``CUDA_HOME`` if this is set, else the one on PATH or in /usr/local/cuda."""
+    home = os.environ.get("CUDA_HOME")
+    if home:
+        return shutil.which("nvcc", path=str(Path(home) / "bin"))
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def _run(command: list[str]) -> None:
     try:
         done = subprocess.run(  # noqa: S603 - the user's own compiler, no shell
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
@@ -103,14 +170,18 @@ def compile_library(target: Path, files: Sequence[Path], options: Sequence[str] 
 def is_current(library: Path) -> bool:
     """Whether a library is there and was made of the sources that are there now."""
     try:
-        return _MARK + _digest(source_folder()).encode() in library.read_bytes()
+        return _MARK + _digest(source_folder(), library.name).encode() in library.read_bytes()
     except (OSError, BuildError):
         return False
 
 
-def _digest(sources: Path) -> str:
-    digest = hashlib.sha256(" ".join(_FLAGS).encode())
-    for path in sorted(path for folder in ("include", "src") for path in (sources / folder).iterdir()):
+def _digest(sources: Path, name: str) -> str:
+    cuda = name == CUDA_LIBRARY_NAME
+    digest = hashlib.sha256(" ".join(_CUDA_FLAGS if cuda else _FLAGS).encode())
+    folders = ("include", "src", "cuda") if cuda else ("include", "src")
+    for path in sorted(path for folder in folders for path in (sources / folder).iterdir()):
+        if cuda and path.suffix == ".c":
+            continue
         content = path.read_bytes()
         digest.update(f"\n{path.name} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:32]
@@ -129,9 +200,9 @@ def _compiler() -> list[str]:
     )
 
 
-def _check_loads(library: Path) -> None:
+def _check_loads(library: Path, function: str) -> None:
     """In a process of its own: what can't be loaded must not take this one with it."""
-    code = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).kite_abi()"
+    code = f"import ctypes, sys; ctypes.CDLL(sys.argv[1]).{function}()"
     done = subprocess.run(  # noqa: S603 - this Python
         [sys.executable, "-c", code, str(library)], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
     )
@@ -144,14 +215,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m kitelib.native.build", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--folder", type=Path, help="where to put the library")
     parser.add_argument("--force", action="store_true", help="compile even if it is up to date")
+    parser.add_argument("--cuda", action="store_true", help="make the part for NVIDIA GPUs too")
     options = parser.parse_args()
-    try:
-        path, fresh = build(options.folder, force=options.force)
-    except BuildError as error:
-        sys.stderr.write(f"The native part was not built: {error}\n")
-        return 1
-    sys.stdout.write(f"{path} {'is built' if fresh else 'is up to date'}.\n")
-    return 0
+    made = [("The native part", build)]
+    if options.cuda:
+        made.append(("The part for NVIDIA GPUs", build_cuda))
+    failed = False
+    for what, function in made:
+        try:
+            path, fresh = function(options.folder, force=options.force)
+        except BuildError as error:
+            sys.stderr.write(f"{what} was not built: {error}\n")
+            failed = True
+        else:
+            sys.stdout.write(f"{path} {'is built' if fresh else 'is up to date'}.\n")
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kitelib.errors import FormatError
-from kitelib.native import build
+from kitelib.native import attention, build
 
 __all__ = ["ABI", "BEST", "KvShape", "NativeLibrary", "load_library", "native_library", "native_note"]
 
@@ -65,6 +65,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
         ctypes.c_int64,
         (_ShapePointer, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64),
     ),
+    **attention.SIGNATURES,
 }
 
 
@@ -82,6 +83,9 @@ class NativeLibrary:
             function = getattr(lib, name)
             function.restype, function.argtypes = result, arguments
         self._lib = lib
+        self.attend: Any = lib.kite_attend
+        """`kite_attend` as it is: takes an `attention.AttentionCall` and gives a status."""
+        self.attend_scratch: Any = lib.kite_attend_scratch
 
     def kernels(self) -> tuple[int, ...]:
         """The kernels that this CPU runs, slowest first."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kitelib import KiteEngine, ReusePolicy
-from kitelib.backends.llama_cpp.template import ChatTemplate
+from kitelib.backends.chat_template import ChatTemplate
 from kitelib.errors import (
     DeadlineExceededError,
     InvalidRequestError,

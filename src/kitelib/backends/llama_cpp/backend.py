@@ -17,7 +17,8 @@ from kitelib.backends.llama_cpp.context import ContextOptions, LlamaContext
 from kitelib.backends.llama_cpp.library import default_threads, load_library, spin_note
 from kitelib.backends.llama_cpp.model import GGUFModel
 from kitelib.backends.llama_cpp.model_state import model_state
-from kitelib.backends.llama_cpp.selftest import PLANS, SPLITS, RowPlan, SelfTestCache, find_plan
+from kitelib.backends.llama_cpp.selftest import PLANS, SPLITS, RowPlan, find_plan
+from kitelib.backends.selftest_cache import SelfTestCache
 from kitelib.config import AdapterConfig, Numerics, block_tokens_of
 from kitelib.errors import BackendError, ConfigError, FormatError, UnknownAdapterError
 from kitelib.fingerprint import encode_fields
@@ -327,7 +328,7 @@ class _Loader:
                 repr(sorted((each.digest, each.scale) for each in self._model.adapters.values())),
             )
         ).hexdigest()
-        cache = SelfTestCache(self._options.cache_dir)
+        cache = SelfTestCache(self._options.cache_dir, RowPlan)
         known, plan = cache.get(key)
         if not known:
             self._progress("checking numerics", 0.0)

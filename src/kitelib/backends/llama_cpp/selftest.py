@@ -9,11 +9,7 @@ and in which multiples; the plans below are tried from the cheapest on.
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +18,7 @@ from kitelib.abc import SequenceId, StepWork
 from kitelib.backends.llama_cpp.context import LlamaContext
 from kitelib.errors import KiteError
 
-__all__ = ["PLANS", "SPLITS", "RowPlan", "SelfTestCache", "find_plan"]
+__all__ = ["PLANS", "SPLITS", "RowPlan", "find_plan"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -182,30 +178,3 @@ def _run(
     payloads = context.export_range(sequence, 0, [len(tokens)])
     context.release(sequence)
     return logits, payloads[0].data
-
-
-class SelfTestCache:
-    """Remembers self-test results, one small JSON file each; anything unreadable counts as unknown."""
-
-    def __init__(self, cache_dir: Path | None) -> None:
-        base = cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kite"
-        self._folder = base / "selftest"
-
-    def get(self, key: str) -> tuple[bool, RowPlan | None]:
-        """Whether there is a result, and the plan that holds, if any does."""
-        try:
-            stored = json.loads((self._folder / f"{key}.json").read_text())
-            return True, RowPlan(**stored["plan"]) if stored["plan"] is not None else None
-        except (OSError, ValueError, KeyError, TypeError):
-            return False, None
-
-    def put(self, key: str, plan: RowPlan | None) -> None:
-        """Remembers a result, if the folder can be written."""
-        text = json.dumps({"plan": dataclasses.asdict(plan) if plan else None})
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False) as file:
-                file.write(text)
-            os.replace(file.name, self._folder / f"{key}.json")
-        except OSError:
-            pass  # a read-only cache only costs the self-test's second

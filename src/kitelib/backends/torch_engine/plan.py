@@ -35,6 +35,8 @@ class StepPlan:
         tables: int32 (num_sequences, width): block numbers of each sequence in order; beyond its blocks anything.
         slots: int64 (num_rows,): block number * block tokens + offset where the row's KV goes; -1 for padding.
         positions: int64 (num_rows,): position of each row in its sequence; 0 for padding.
+        history: int64 (sum of contexts,): slots of all tokens of all sequences in order; only for latent attention.
+        num_real: rows that are no padding; only for latent attention.
         scratch: what a kernel keeps from layer to layer of this pass (pointers, split sizes); None at its start.
     """
 
@@ -47,6 +49,8 @@ class StepPlan:
     tables: torch.Tensor
     slots: torch.Tensor
     positions: torch.Tensor
+    history: torch.Tensor | None = None
+    num_real: int = 0
     scratch: Any = None
 
 

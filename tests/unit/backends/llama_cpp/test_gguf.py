@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kitelib.backends.llama_cpp import digest as digests
-from kitelib.backends.llama_cpp.digest import content_digest, default_cache_dir
+from kitelib.backends import digest as digests
+from kitelib.backends.digest import content_digest, default_cache_dir
 from kitelib.backends.llama_cpp.gguf import _TENSOR_TYPES, GGUFArray, check_file, split_paths
 from kitelib.errors import BackendError, ModelFormatError, ModelNotFoundError
 from tests.support.gguf_files import corrupt_copy, truncated_copy

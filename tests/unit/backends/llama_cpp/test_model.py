@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kitelib.backends.llama_cpp.digest import content_digest
+from kitelib.backends.digest import content_digest
 from kitelib.backends.llama_cpp.model import GGUFModel
 from kitelib.backends.llama_cpp.runs import MAX_RUN_CHARS, cut_long_runs
 from kitelib.config import AdapterConfig

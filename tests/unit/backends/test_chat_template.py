@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from kitelib.backends.chat_template import ChatTemplate
 from kitelib.backends.llama_cpp.gguf import check_file
-from kitelib.backends.llama_cpp.template import ChatTemplate
 from kitelib.errors import InvalidRequestError, ModelFormatError, UnsupportedOptionError
 
 PLAIN = (
@@ -193,7 +193,7 @@ def test_a_missing_jinja_is_named_with_its_extra() -> None:
     code = """
 import sys
 sys.modules["jinja2"] = None
-from kitelib.backends.llama_cpp.template import ChatTemplate
+from kitelib.backends.chat_template import ChatTemplate
 from kitelib.errors import MissingExtraError
 try:
     ChatTemplate("x", "", "").render([{"role": "user", "content": "Hi"}])

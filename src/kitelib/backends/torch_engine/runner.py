@@ -1,0 +1,180 @@
+"""Sequences over a paged cache, and the forward pass of a step: what `TorchBackend` and the self-test run on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kitelib.abc import BlockPayload, SequenceId, StepResult, StepWork
+from kitelib.backends.torch_engine.blocks import BlockTables
+from kitelib.backends.torch_engine.packing import PackedStep, RowPlan, pack
+from kitelib.backends.torch_engine.payloads import PayloadLayout
+from kitelib.backends.torch_engine.plan import StepState, use_step
+from kitelib.backends.torch_engine.transfer import BlockTransfer
+from kitelib.errors import BackendError, BackendStepError
+
+if TYPE_CHECKING:
+    import torch
+
+    from kitelib.backends.torch_engine.forward import Forward
+    from kitelib.backends.torch_engine.kernels.contract import AttentionKernel
+    from kitelib.backends.torch_engine.pages import PagedCache
+
+__all__ = ["Runner"]
+
+Logits = npt.NDArray[np.float32]
+Compiled = Callable[[PackedStep], "torch.Tensor | None"]
+UseAdapter = Callable[[str | None], AbstractContextManager[Any]]
+
+
+class Runner:
+    """Runs steps on one device. Used on one thread.
+
+    Args:
+        forward: the model.
+        cache: memory of the KV.
+        kernel: how attention is computed.
+        rows: how passes are padded.
+        max_sequences: sequences that may be alive, idle ones included.
+        use_adapter: makes the model compute with an adapter while it is entered.
+        compiled: a faster way to compute a decode step; None where it can't.
+
+    Attributes:
+        cache: memory of the KV.
+        tables: who holds which block.
+        layout: form of the payloads.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        cache: PagedCache,
+        kernel: AttentionKernel,
+        rows: RowPlan,
+        max_sequences: int,
+        *,
+        use_adapter: UseAdapter | None = None,
+        compiled: Compiled | None = None,
+    ) -> None:
+        self.tables = BlockTables(cache.num_blocks, cache.block_tokens, max_sequences, self._copy_block)
+        self.layout = PayloadLayout.of(cache)
+        self._forward = forward
+        self.cache = cache
+        self._kernel = kernel
+        self._rows = rows
+        self._vocab_size = int(forward.model.config.get_text_config().vocab_size)
+        self._latent = any(layer.latent for layer in cache.layers)
+        self._use_adapter = use_adapter or (lambda _: nullcontext())
+        self._compiled = compiled
+        self._transfer = BlockTransfer(cache)
+        self._device: Any = "cpu" if cache.arena.device.type == "cpu" else cache.arena.device
+
+    def _copy_block(self, source: int, target: int) -> None:
+        self.cache.arena[target].copy_(self.cache.arena[source])
+
+    # Steps
+
+    def step(self, work: Sequence[StepWork]) -> StepResult:
+        """See `kitelib.abc.Backend.step`."""
+        import torch
+
+        packed = self.admit(work)
+        try:
+            with torch.inference_mode():
+                logits = self.run(packed, self.tables[work[0].sequence].adapter)
+                rows = [] if logits is None else list(logits[: packed.num_outputs].float().numpy())
+        except Exception as error:
+            self.take_back(work)
+            if isinstance(error, (RuntimeError, MemoryError)):
+                raise BackendStepError(f"the model failed on a step of {packed.num_rows} rows: {error}") from error
+            raise
+        found = iter(rows)
+        return StepResult([next(found) if item.logits else None for item in work])
+
+    def admit(self, work: Sequence[StepWork]) -> PackedStep:
+        """Checks a step and counts its tokens in the tables.
+
+        Raises:
+            BackendStepError: it does not fit; nothing has changed.
+        """
+        total = sum(len(item.token_ids) for item in work)
+        if not work or not all(item.token_ids for item in work) or total > self._rows.max_rows:
+            raise BackendStepError(
+                f"a step takes 1 to {self._rows.max_rows} tokens, at least one per item; not {total}"
+            )
+        done = []
+        try:
+            for item in work:
+                table = self.tables[item.sequence]
+                if item.start != table.num_tokens:
+                    raise BackendStepError(
+                        f"sequence {item.sequence} holds {table.num_tokens} tokens, so position {item.start} can't follow"
+                    )
+                self._check_adapter(table.adapter, work)
+                self.tables.extend(item.sequence, len(item.token_ids))
+                done.append(item)
+            packed = pack(self.tables, work, self._rows, self._rows.min_rows)
+            if packed.ids.min() < 0 or packed.ids.max() >= self._vocab_size:  # on a GPU it would be fatal
+                raise BackendStepError(f"a token id is outside 0 to {self._vocab_size - 1}")
+            return packed
+        except BackendError as error:
+            self.take_back(done)
+            raise error if isinstance(error, BackendStepError) else BackendStepError(str(error)) from error
+
+    def _check_adapter(self, adapter: str | None, work: Sequence[StepWork]) -> None:
+        first = self.tables[work[0].sequence].adapter
+        if adapter != first:
+            raise BackendStepError(f"a step has one adapter; this one has {first!r} and {adapter!r}")
+
+    def take_back(self, work: Sequence[StepWork]) -> None:
+        """Undoes `admit`, also for a sequence that came twice."""
+        for item in reversed(work):
+            self.tables.shrink(item.sequence, item.start)
+
+    def run(self, packed: PackedStep, adapter: str | None) -> torch.Tensor | None:
+        """Logits (outputs, vocabulary) of a step, padding included; None if none are wanted."""
+        import torch
+
+        state = StepState(packed.plan(self._device, history=self._latent), self.cache, self._kernel)
+        with use_step(state), self._use_adapter(adapter):
+            if self._compiled is not None and adapter is None and packed.is_decode:
+                logits = self._compiled(packed)
+                if logits is not None:
+                    return logits
+            ids = torch.from_numpy(packed.ids)[None].to(self._device)
+            positions = state.plan.positions[None]
+            if not len(packed.select):
+                self._forward.compute(ids, positions)
+                return None
+            return self._forward.logits(ids, positions, torch.from_numpy(packed.select).to(self._device))
+
+    # Blocks
+
+    def export(self, sequence: SequenceId, first: int, count: int, end: int | None) -> list[BlockPayload]:
+        """See `kitelib.abc.Backend.export_blocks`."""
+        table, size = self.tables[sequence], self.tables.block_tokens
+        last = min(table.num_tokens, (first + count) * size, end if end is not None else 2**62)
+        blocks = [int(block) for block in table.blocks[first : -(-last // size)]] if last > first * size else []
+        counts = [min(size, last - (first + place) * size) for place in range(len(blocks))]
+        data = self._transfer.export(blocks, counts) if blocks else []
+        return [self.layout.payload(each, tokens) for each, tokens in zip(data, counts, strict=True)]
+
+    def restore(self, sequence: SequenceId, first: int, payloads: Sequence[BlockPayload]) -> None:
+        """See `kitelib.abc.Backend.restore_blocks`."""
+        table, size = self.tables[sequence], self.tables.block_tokens
+        if table.num_tokens != first * size:
+            raise BackendError(f"blocks from {first} on can't follow a sequence of {table.num_tokens} tokens")
+        for place, payload in enumerate(payloads):
+            self.layout.check(payload, full=place < len(payloads) - 1)
+        held = table.num_tokens
+        self.tables.extend(sequence, sum(payload.num_tokens for payload in payloads))
+        try:
+            blocks = [int(block) for block in table.blocks[first : table.num_blocks]]
+            self._transfer.restore(blocks, [payload.data for payload in payloads])
+        except Exception as error:
+            self.tables.shrink(sequence, held)
+            raise BackendError(f"{len(payloads)} blocks could not be restored: {error}") from error

@@ -1,0 +1,99 @@
+"""Settles how torch's OpenMP threads behave inside somebody else's process, around the first import of torch.
+
+Between two parallel regions the workers of an OpenMP runtime spin for a while instead of sleeping. A forward pass is
+hundreds of short regions, so on idle cores that spares hundreds of wake-ups per step. With more busy threads than
+cores it is a disaster: the thread that should work waits for one that spins, by default for whole scheduler time
+slices, and a step takes seconds. A runtime reads its settings once, when it is loaded.
+
+`SPIN_COUNT` is the compromise: see the figures beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from kitelib.backends.llama_cpp.library import default_threads
+
+__all__ = ["SPIN_COUNT", "default_threads", "prepare_torch"]
+
+SPIN_COUNT = "5000"
+# GNU's runtime is what torch ships on Linux; LLVM's and Intel's (conda, macOS) count in milliseconds.
+_SETTINGS = {
+    "GOMP_SPINCOUNT": (SPIN_COUNT, ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")),
+    "KMP_BLOCKTIME": ("0", ("KMP_BLOCKTIME", "KMP_LIBRARY", "OMP_WAIT_POLICY")),
+}
+_lock = threading.Lock()
+_loaded_by_us = False
+
+
+def prepare_torch(threads: int) -> str | None:
+    """Imports torch with our OpenMP settings, and sets how many threads it computes with.
+
+    The number is that of the process: other users of torch in it compute with as many from now on. Settings of the
+    user's (``GOMP_SPINCOUNT``, ``KMP_BLOCKTIME``, ``OMP_WAIT_POLICY``) stay, and the environment is put back.
+
+    Args:
+        threads: for one operation, 1 or more.
+
+    Returns:
+        One sentence for people if the workers may spin for long because torch was imported before; else None.
+
+    Raises:
+        ModuleNotFoundError: torch is not installed.
+    """
+    global _loaded_by_us
+    with _lock:
+        if "torch" not in sys.modules:
+            with _spin_settings():
+                torch: Any = importlib.import_module("torch")
+                torch.set_num_threads(threads)
+                _start_workers(torch)
+            _loaded_by_us = True
+        torch = importlib.import_module("torch")
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+    if _loaded_by_us or threads == 1 or _user_decided():
+        return None
+    return (
+        "torch was imported before the engine was opened, so its OpenMP threads spin while they wait; beside other busy "
+        f"threads steps become many times slower: set GOMP_SPINCOUNT={SPIN_COUNT} before the process starts, or open the "
+        "engine before importing torch"
+    )
+
+
+def _start_workers(torch: Any) -> None:
+    """One parallel operation: runtimes of LLVM and Intel read their settings at the first."""
+    torch.ones(1 << 16).mul_(2.0)
+
+
+def _user_decided() -> bool:
+    return any(os.environ.get(name) for _, deciders in _SETTINGS.values() for name in deciders)
+
+
+@contextlib.contextmanager
+def _spin_settings() -> Iterator[None]:
+    """Puts the settings into the C environment, which is what the runtimes read, and puts it back as it was."""
+    if os.name != "posix":
+        yield
+        return
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype, getenv.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
+    before = {name: getenv(name.encode()) for name in _SETTINGS}
+    for name, (value, deciders) in _SETTINGS.items():
+        if all(getenv(decider.encode()) is None for decider in deciders):
+            os.putenv(name, value)
+    try:
+        yield
+    finally:
+        for name, previous in before.items():
+            if previous is None:
+                os.unsetenv(name)
+            else:
+                os.putenv(name, previous)

@@ -1,0 +1,190 @@
+"""Parts of the benchmark that run a whole model: decoding, and the time to the first token cold and restored."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import torch
+
+from kitelib.abc import SequenceId, StepWork, TokenDraw
+from kitelib.backends.torch_engine.forward import Forward, probe_layers
+from kitelib.backends.torch_engine.graphed import decode_batch, decode_graphs
+from kitelib.backends.torch_engine.packing import RowPlan
+from kitelib.backends.torch_engine.pages import PagedCache
+from kitelib.backends.torch_engine.runner import Runner
+from tests.gpu.bench_memory import DEVICE_COPY, make_kernel
+from tests.gpu.bench_report import Report, wait_for
+
+__all__ = ["BATCHES", "EightB"]
+
+BATCHES = (1, 16, 64, 256)
+_GREEDY = TokenDraw(0.0, 0, 1.0, 0.0, 0.0)
+
+
+class EightB:
+    """A model of the shape of Llama 3 8B with random bfloat16 weights, made on the device, and the engine's runner."""
+
+    def __init__(self, report: Report) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from kitelib.backends.torch_engine.attention import ATTENTION, register_attention
+
+        device, tiny = report.device, report.tiny
+        self.report = report
+        self.batches = (1, 3) if tiny else BATCHES
+        self.prompt_tokens, self.new_tokens = (20, 4) if tiny else (512, 64)
+        self.lengths = (64, 200) if tiny else (1024, 8192, 32_768)
+        self.context = max(self.lengths) + 64
+        sizes: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32}
+        sizes |= {"vocab_size": 128_256, "num_attention_heads": 32, "num_key_value_heads": 8}
+        if tiny:
+            sizes |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 300}
+            sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+        config = AutoConfig.for_model(
+            "llama", max_position_embeddings=65_536, tie_word_embeddings=False, pad_token_id=0, eos_token_id=1, **sizes
+        )
+        register_attention()
+        with torch.device(device):
+            self.model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, attn_implementation=ATTENTION
+            ).eval()
+        self.model.requires_grad_(False)
+        self.vocab_size = sizes["vocab_size"]
+        layers = probe_layers(self.model, "the model of the benchmark")
+        held = max(self.batches) * (self.prompt_tokens + 2 * self.new_tokens)
+        num_blocks = -(-max(held, self.context) // 16) + max(self.batches)
+        self.cache = PagedCache(layers, num_blocks, 16, torch.bfloat16, device)
+        self.cache.arena.normal_()
+        forward = Forward(self.model, latent=False)
+        kernel = make_kernel(device, bitwise=False, max_context=self.context)
+        rows = RowPlan(1, 64 if tiny else 4096)
+        self.rows = rows.max_rows
+        self.runner = Runner(forward, self.cache, kernel, rows, 2 * max(self.batches))
+        graphs = decode_graphs(
+            forward, self.cache, kernel, rows, max_sequences=max(self.batches), max_context=self.context
+        )
+        assert graphs is not None
+        self.graphs = graphs
+        embedding = self.model.get_input_embeddings().weight
+        self.weight_bytes = sum(each.nbytes for each in self.model.parameters()) - embedding.nbytes
+        self.token_bytes = self.cache.arena[0].nbytes // 16
+
+    def decode(self, report: Report) -> None:
+        """Tokens per second, host work included, beside the time that reading weights and KV takes at least."""
+        begin = time.perf_counter()
+        self.graphs.warm()
+        wait_for(report.device)
+        report.add("capturing the graphs of all sizes of batch", time.perf_counter() - begin, "s")
+        bandwidth = report.figures[DEVICE_COPY] * 1e9
+        for batch in self.batches:
+            average = self.prompt_tokens + self.new_tokens + self.new_tokens / 2
+            least = (self.weight_bytes + batch * average * self.token_bytes) / bandwidth
+            taken = self._decode(batch)
+            name = f"decode, batch {batch} after {self.prompt_tokens} tokens"
+            report.add(name, batch / taken, "tokens/s", (batch / least, f"roofline {batch / least:,.0f}"))
+
+    def _decode(self, batch: int) -> float:
+        """Seconds per step."""
+        tables = self.runner.tables
+        sequences = [tables.create(None) for _ in range(batch)]
+        for sequence in sequences:
+            tables.extend(sequence, self.prompt_tokens)  # whatever the cache holds there
+        tokens = [3] * batch
+        tokens = self._steps(sequences, tokens, self.new_tokens)
+        wait_for(self.report.device)
+        begin = time.perf_counter()
+        self._steps(sequences, tokens, self.new_tokens)
+        taken = (time.perf_counter() - begin) / self.new_tokens
+        for sequence in sequences:
+            tables.release(sequence)
+        return taken
+
+    def _steps(self, sequences: list[SequenceId], tokens: list[int], count: int) -> list[int]:
+        for _ in range(count):
+            work = [
+                StepWork(each, [token], self.runner.tables[each].num_tokens, False, _GREEDY)
+                for each, token in zip(sequences, tokens, strict=True)
+            ]
+            batch = decode_batch(self.runner.admit(work), [_GREEDY] * len(work))
+            tokens = self.graphs.run(batch).tokens()
+        return tokens
+
+    def first_token(self, report: Report) -> None:
+        """Seconds until the logits after a prompt are on the host: computed, and with its blocks from payloads."""
+        random = torch.Generator().manual_seed(7)
+        self._cold(torch.randint(2, self.vocab_size, (self.lengths[0],), generator=random).tolist())
+        for length in self.lengths:
+            tokens = torch.randint(2, self.vocab_size, (length,), generator=random).tolist()
+            sequence, cold = self._cold(tokens, keep=True)
+            blocks = (length - 1) // 16
+            payloads = self.runner.export(sequence, 0, blocks, blocks * 16)
+            self.runner.tables.release(sequence)
+            restored = []
+            for _ in range(2):
+                wait_for(report.device)
+                begin = time.perf_counter()
+                sequence = self.runner.tables.create(None)
+                self.runner.restore(sequence, 0, payloads)
+                self._prefill(sequence, tokens, blocks * 16)
+                restored.append(time.perf_counter() - begin)
+                self.runner.tables.release(sequence)
+            report.add(f"first token after {length} tokens, computed", cold, "s")
+            name = f"first token after {length} tokens, restored"
+            report.add(name, min(restored), "s", (cold, "computed"))
+
+    def _cold(self, tokens: list[int], *, keep: bool = False) -> tuple[SequenceId, float]:
+        wait_for(self.report.device)
+        begin = time.perf_counter()
+        sequence = self.runner.tables.create(None)
+        self._prefill(sequence, tokens, 0)
+        taken = time.perf_counter() - begin
+        if not keep:
+            self.runner.tables.release(sequence)
+        return sequence, taken
+
+    def _prefill(self, sequence: SequenceId, tokens: list[int], start: int) -> None:
+        for first in range(start, len(tokens), self.rows):
+            part = tokens[first : first + self.rows]
+            result = self.runner.step([StepWork(sequence, part, first, first + len(part) == len(tokens))])
+        assert result.logits[0] is not None
+
+    def free_cache(self) -> None:
+        """Makes room for the other library; nothing of this one runs afterwards."""
+        del self.graphs, self.runner, self.cache
+        gc.collect()
+        if self.report.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def rival(self, report: Report, batch: int, *, compiled: bool) -> None:
+        """`generate` of transformers with a static cache, on the same weights."""
+        self.model.set_attn_implementation("sdpa")
+        ids = torch.randint(2, self.vocab_size, (batch, self.prompt_tokens), device=report.device)
+        begin = time.perf_counter()
+        self._generate(ids, 2 + self.new_tokens // 2, compiled)  # compiles, if at all
+        warm_up = time.perf_counter() - begin
+        few, many = self._generate(ids, 2, compiled), self._generate(ids, 2 + self.new_tokens // 2, compiled)
+        name = f"transformers {'compiled' if compiled else 'eager'} static cache, batch {batch}"
+        rate = batch * (self.new_tokens // 2) / max(many - few, 1e-9)
+        ours = report.figures.get(f"decode, batch {batch} after {self.prompt_tokens} tokens")
+        report.add(name, rate, "tokens/s", (ours, "ours") if ours else None)
+        if compiled:
+            report.add(f"transformers compiled, warm-up at batch {batch}", warm_up, "s")
+
+    def _generate(self, ids: torch.Tensor, count: int, compiled: bool) -> float:
+        """Seconds for `count` new tokens. The cache has one length for all counts, so that nothing compiles anew."""
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            found = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=count,
+                min_new_tokens=count,
+                do_sample=False,
+                cache_implementation="static",
+                disable_compile=not compiled,
+            )
+        wait_for(self.report.device)
+        assert found.shape[1] == ids.shape[1] + count
+        return time.perf_counter() - begin
