@@ -12,6 +12,7 @@ pytest_plugins = [
     "tests.support.collection",
     "tests.support.event_loop",
     "tests.support.fixtures",
+    "tests.support.backends",
     "tests.support.s3_fixtures",
     "tests.support.redis_fixtures",
 ]

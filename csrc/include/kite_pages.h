@@ -9,8 +9,8 @@
  *
  * KITE_RAW     the elements in the order (segment, token, channel).
  * KITE_PLANES  the same elements split into bytes: byte 0 of all N elements, then byte 1, and so on: what the codec
- *              `planes` stores after its table.
- * KITE_INT8    what the codec `int8_kv` stores without compression: 8 bytes of head (all 0), the scales in the elements'
+ *              `paged_kvcache_v2/zstd` compresses, and stores after its table where that does not pay.
+ * KITE_INT8    what the codec `int8_kv/none` stores: 8 bytes of head (all 0), the scales in the elements'
  *              type, one integer per element. Lossy. 16-bit floats only, all segments as wide.
  * KITE_FP8     like KITE_INT8, but byte 1 of the head is 1, and an element is stored as the float8_e4m3fn nearest to
  *              element / scale * 448.

@@ -27,7 +27,7 @@ VECTOR vec v_max(vec a, vec b) { return _mm512_max_ps(a, b); }
 VECTOR float v_highest(vec value) { return _mm512_reduce_max_ps(value); }
 
 VECTOR vec v_exp2(vec x) {
-    x = _mm512_min_ps(_mm512_set1_ps(160.0f), _mm512_max_ps(_mm512_set1_ps(-160.0f), x));
+    x = v_max(v_set(-160.0f), x);
     const vec whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const vec r = _mm512_sub_ps(x, whole);
     vec y = v_set(EXP2_5);

@@ -58,6 +58,7 @@ class ModelInfo:
         notes: plain sentences about what was detected, for people.
         prefill_guess: tokens of a prompt per second, as a guess from the model's size; only used until the first
             prompt was computed and measured.
+        mixes_adapters: work items of one step may have different adapters.
         draws_tokens: it can draw tokens itself (`StepWork.draw`), which spares copying logits from a device.
     """
 
@@ -78,6 +79,7 @@ class ModelInfo:
     resident_idle_tokens: int
     notes: tuple[str, ...] = ()
     prefill_guess: float = 100.0
+    mixes_adapters: bool = False
     draws_tokens: bool = False
 
 
@@ -199,7 +201,7 @@ class Backend(Protocol):
         ...
 
     def step(self, work: Sequence[StepWork]) -> StepResult:
-        """Processes all work items together. Work items of one step must use the same adapter.
+        """Processes all work items together. They must use the same adapter, unless `ModelInfo.mixes_adapters`.
 
         Raises:
             BackendStepError: nothing was processed.

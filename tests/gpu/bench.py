@@ -93,7 +93,9 @@ def _model(report: Any) -> None:
     model.free_cache()
     for batch in model.batches:
         part = f"transformers eager static cache, batch {batch}"
-        report.section(part, lambda _, b=batch: model.rival(report, b, compiled=False), needs_s=0 if report.tiny else 20)
+        report.section(
+            part, lambda _, b=batch: model.rival(report, b, compiled=False), needs_s=0 if report.tiny else 20
+        )
     for batch in (64, 1):
         part = f"transformers compiled static cache, batch {batch}"
         if report.device.type != "cuda":

@@ -10,12 +10,15 @@ import torch
 
 from kitelib.abc import SequenceId, StepWork, TokenDraw
 from kitelib.backends.torch_engine.forward import Forward, probe_layers
-from kitelib.backends.torch_engine.graphed import decode_batch, decode_graphs
+from kitelib.backends.torch_engine.graphed import decode_graphs
 from kitelib.backends.torch_engine.packing import RowPlan
 from kitelib.backends.torch_engine.pages import PagedCache
-from kitelib.backends.torch_engine.runner import Runner
 from tests.gpu.bench_memory import DEVICE_COPY, make_kernel
 from tests.gpu.bench_report import Report, wait_for
+from tests.gpu.missing import stand_in
+
+with stand_in("zstandard"):
+    from kitelib.backends.torch_engine.device_runner import DeviceRunner
 
 __all__ = ["BATCHES", "EightB"]
 
@@ -61,12 +64,10 @@ class EightB:
         kernel = make_kernel(device, bitwise=False, max_context=self.context)
         rows = RowPlan(1, 64 if tiny else 4096)
         self.rows = rows.max_rows
-        self.runner = Runner(forward, self.cache, kernel, rows, 2 * max(self.batches))
-        graphs = decode_graphs(
+        self.runner = DeviceRunner(forward, self.cache, kernel, rows, 2 * max(self.batches))
+        self.runner.graphs = decode_graphs(
             forward, self.cache, kernel, rows, max_sequences=max(self.batches), max_context=self.context
         )
-        assert graphs is not None
-        self.graphs = graphs
         embedding = self.model.get_input_embeddings().weight
         self.weight_bytes = sum(each.nbytes for each in self.model.parameters()) - embedding.nbytes
         self.token_bytes = self.cache.arena[0].nbytes // 16
@@ -74,7 +75,8 @@ class EightB:
     def decode(self, report: Report) -> None:
         """Tokens per second, host work included, beside the time that reading weights and KV takes at least."""
         begin = time.perf_counter()
-        self.graphs.warm()
+        assert self.runner.graphs is not None
+        self.runner.graphs.warm()
         wait_for(report.device)
         report.add("capturing the graphs of all sizes of batch", time.perf_counter() - begin, "s")
         bandwidth = report.figures[DEVICE_COPY] * 1e9
@@ -107,8 +109,7 @@ class EightB:
                 StepWork(each, [token], self.runner.tables[each].num_tokens, False, _GREEDY)
                 for each, token in zip(sequences, tokens, strict=True)
             ]
-            batch = decode_batch(self.runner.admit(work), [_GREEDY] * len(work))
-            tokens = self.graphs.run(batch).tokens()
+            tokens = [int(token) for token in self.runner.step(work).tokens if token is not None]
         return tokens
 
     def first_token(self, report: Report) -> None:
@@ -152,7 +153,7 @@ class EightB:
 
     def free_cache(self) -> None:
         """Makes room for the other library; nothing of this one runs afterwards."""
-        del self.graphs, self.runner, self.cache
+        del self.runner, self.cache
         gc.collect()
         if self.report.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -19,7 +19,11 @@ import numpy as np
 import torch
 
 from kitelib.abc import BlockPayload, SequenceId, StepWork, TokenDraw
-from kitelib.backends.torch_engine.backend import TorchBackend, TorchOptions
+from tests.gpu.missing import stand_in
+
+with stand_in("zstandard"):
+    from kitelib.backends.torch_engine.backend import TorchBackend, TorchOptions
+    from kitelib.backends.torch_engine.lora import AdapterSet  # noqa: F401 - imports it, too
 
 __all__ = [
     "GREEDY",
@@ -63,7 +67,8 @@ def scratch() -> Path:
 @functools.cache
 def model_folder(architecture: str = "llama", dtype: str = "bfloat16") -> Path:
     """A random model of four layers with heads of 64, large enough that a GPU's matrix kernels vary with the batch."""
-    from tests.support.hf_folders import write_model
+    with stand_in("gguf", "zstandard"):
+        from tests.support.hf_folders import write_model
 
     # On the CPU only the code is tested.
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8} if on_gpu() else {}

@@ -7,8 +7,9 @@ import math
 import numpy as np
 import torch
 
-from kitelib.abc import SequenceId, StepWork, TokenDraw
+from kitelib.abc import SequenceId, StepResult, StepWork, TokenDraw
 from kitelib.backends.torch_engine.backend import TorchBackend
+from kitelib.backends.torch_engine.device_runner import DeviceRunner
 from kitelib.backends.torch_engine.device_sampling import (
     NUM_SETTINGS,
     DeviceSampling,
@@ -16,94 +17,141 @@ from kitelib.backends.torch_engine.device_sampling import (
     pack_draws,
     sample_rows,
 )
-from kitelib.backends.torch_engine.graphed import decode_batch, decode_graphs
-from kitelib.backends.torch_engine.graphs import CudaGraphs, DecodeGraphs, GraphApi, PlainReplay
-from tests.gpu.rig import GREEDY, compute, device, export_all, load, model_folder, on_gpu, prompt
+from kitelib.backends.torch_engine.graphed import decode_graphs
+from kitelib.backends.torch_engine.graphs import CudaGraphs, GraphApi, PlainReplay
+from tests.gpu.rig import GREEDY, device, load, model_folder, on_gpu, prompt
 
 
-def _graphs(backend: TorchBackend, api: GraphApi, most: int = 12) -> DecodeGraphs:
-    runner = backend.runner
-    graphs = decode_graphs(
-        runner._forward, runner._cache, runner._kernel, runner._rows, max_sequences=most, max_context=512, api=api
-    )
-    assert graphs is not None
-    return graphs
+def _runner(backend: TorchBackend, api: GraphApi | None, most: int = 12) -> DeviceRunner:
+    """A runner of the backend's model with graphs of its own, or without any."""
+    parts = backend.runner
+    runner = DeviceRunner(parts._forward, parts.cache, parts._kernel, parts._rows, 64)
+    if api is not None:
+        runner.graphs = decode_graphs(
+            parts._forward, parts.cache, parts._kernel, parts._rows, max_sequences=most, max_context=512, api=api
+        )
+        assert runner.graphs is not None
+        runner.graphs.warm()
+    return runner
+
+
+def _start(runner: DeviceRunner, tokens: list[int]) -> SequenceId:
+    sequence = runner.tables.create(None)
+    most = runner._rows.max_rows
+    for first in range(0, len(tokens), most):
+        runner.step([StepWork(sequence, tokens[first : first + most], first, False)])
+    return sequence
 
 
 def _step(
-    backend: TorchBackend, graphs: DecodeGraphs, sequences: list[SequenceId], tokens: list[int], draw: TokenDraw | None
-) -> tuple[list[int], np.ndarray]:
-    """One decode step of all sequences: tokens and logits."""
-    work = [
-        StepWork(each, [token], backend.runner.tables[each].num_tokens, draw is None, draw)
-        for each, token in zip(sequences, tokens, strict=True)
-    ]
-    packed = backend.runner.admit(work)
-    step = graphs.run(decode_batch(packed, [draw] * len(work)))
-    return step.tokens(), step.logits.float().cpu().numpy().copy()
+    runner: DeviceRunner, sequences: list[SequenceId], tokens: list[int], draw: TokenDraw | None = GREEDY
+) -> StepResult:
+    """One decode step of all sequences."""
+    return runner.step(
+        [
+            StepWork(each, [token], runner.tables[each].num_tokens, draw is None, draw)
+            for each, token in zip(sequences, tokens, strict=True)
+        ]
+    )
+
+
+def _tokens(result: StepResult) -> list[int]:
+    assert None not in result.tokens
+    return [int(token) for token in result.tokens if token is not None]
+
+
+def _api() -> GraphApi:
+    return CudaGraphs(device()) if on_gpu() else PlainReplay()
 
 
 def test_graphs_and_plain_calls_give_the_same_bytes() -> None:
     """For several sizes of batch and growing contexts, in both numerics; the KV written, too."""
-    api: GraphApi = CudaGraphs(device()) if on_gpu() else PlainReplay()
     for numerics in ("standard", "bitwise"):
         with load(model_folder(), numerics=numerics) as backend:
-            found = {}
-            for name, each in (("graphs", api), ("plain", PlainReplay())):
-                graphs = _graphs(backend, each)
-                if name == "graphs":
-                    graphs.warm()
-                everything = []
+            found = []
+            for api in (_api(), PlainReplay()):
+                runner = _runner(backend, api)
+                everything: list[object] = []
                 for count in (1, 3, 12, 2):
-                    sequences = [backend.create() for _ in range(count)]
-                    for index, sequence in enumerate(sequences):
-                        compute(backend, sequence, prompt(5 + 30 * index, seed=index))
+                    sequences = [_start(runner, prompt(5 + 30 * index, seed=index)) for index in range(count)]
                     tokens = [7] * count
                     for _ in range(5):
-                        tokens, logits = _step(backend, graphs, sequences, tokens, GREEDY)
-                        everything.append((tokens, logits.tobytes()))
-                    length = backend.runner.tables[sequences[-1]].num_tokens
-                    everything.extend(each.data.tobytes() for each in export_all(backend, sequences[-1], length))
+                        tokens = _tokens(_step(runner, sequences, tokens))
+                        everything.append(tokens)
+                    logits = _step(runner, sequences, tokens, None).logits
+                    everything.extend(row.tobytes() for row in logits if row is not None)
+                    held = runner.tables[sequences[-1]].num_tokens
+                    blocks = -(-held // backend.info.block_tokens)
+                    everything.extend(each.data.tobytes() for each in runner.export(sequences[-1], 0, blocks, held))
                     for sequence in sequences:
-                        backend.release(sequence)
-                found[name] = everything
-            assert found["graphs"] == found["plain"], numerics
+                        runner.tables.release(sequence)
+                found.append(everything)
+            assert found[0] == found[1], numerics
 
 
 def test_bitwise_graphs_give_the_bytes_of_ordinary_steps() -> None:
     """Whether a decode step went through a graph must not show in bitwise mode."""
     with load(model_folder(), numerics="bitwise") as backend:
         assert backend.info.numerics == "bitwise", f"the self-test found no plan: {backend.info.notes}"
-        graphs = _graphs(backend, CudaGraphs(device()) if on_gpu() else PlainReplay())
-        sequences = [backend.create() for _ in range(3)]
-        for sequence in sequences:
-            compute(backend, sequence, prompt(50))
-        _, logits = _step(backend, graphs, sequences, [9, 9, 10], None)
-        other = backend.create()
-        compute(backend, other, prompt(50))
-        assert compute(backend, other, [9], 50).tobytes() == logits[0].tobytes() == logits[1].tobytes()
+        graphed, plain = _runner(backend, _api()), _runner(backend, None)
+        found = []
+        for runner, count in ((graphed, 3), (plain, 1), (plain, 5)):
+            sequences = [_start(runner, prompt(50)) for _ in range(count)]
+            rows = _step(runner, sequences, [9] * count, None).logits
+            found.extend(row.tobytes() for row in rows if row is not None)
+            for sequence in sequences:
+                runner.tables.release(sequence)
+        assert len(found) == 9
+        assert len(set(found)) == 1
 
 
 def test_sequences_come_and_go_between_steps() -> None:
     """Released blocks are used again at once; what graphs read must follow."""
     with load(model_folder(), numerics="standard") as backend:
-        graphs = _graphs(backend, CudaGraphs(device()) if on_gpu() else PlainReplay(), most=4)
+        runner = _runner(backend, _api(), most=4)
         wanted = None
         for round_number in range(4):
-            others = [backend.create() for _ in range(round_number)]
-            for other in others:
-                compute(backend, other, prompt(33, seed=round_number))
-            sequence = backend.create()
-            compute(backend, sequence, prompt(45))
-            tokens = [5]
-            out = []
+            others = [_start(runner, prompt(33, seed=round_number)) for _ in range(round_number)]
+            sequence, tokens, out = _start(runner, prompt(45)), [5], []
             for _ in range(6):
-                tokens, _ = _step(backend, graphs, [sequence], tokens, GREEDY)
+                tokens = _tokens(_step(runner, [sequence], tokens))
                 out.extend(tokens)
             wanted = wanted or out
             assert out == wanted
             for each in (sequence, *others):
-                backend.release(each)
+                runner.tables.release(each)
+
+
+def test_tokens_drawn_are_those_of_the_logits() -> None:
+    """In a graph and without one, greedy and drawn rows beside rows whose logits are wanted."""
+    draws = [GREEDY, TokenDraw(0.9, 0, 1.0, 0.0, 0.3), TokenDraw(1.0, 7, 0.9, 0.0, 0.8), None]
+    with load(model_folder(), numerics="standard") as backend:
+        for api in (_api(), None):
+            runner = _runner(backend, api)
+            for together in ([0, 1, 2], [0], [0, 1, 2, 3]):
+                sequences = [_start(runner, prompt(20 + each, seed=each)) for each in together]
+                chosen = [draws[each] for each in together]
+                work = [
+                    StepWork(sequence, [11], 20 + each, draw is None, draw)
+                    for sequence, each, draw in zip(sequences, together, chosen, strict=True)
+                ]
+                result = runner.step(work)
+                for sequence in sequences:
+                    runner.tables.shrink(sequence, runner.tables[sequence].num_tokens - 1)
+                again = _step(runner, sequences, [11] * len(together), None).logits
+                logits = torch.from_numpy(np.stack([row for row in again if row is not None]))
+                packed = torch.empty((NUM_SETTINGS, len(chosen)), dtype=torch.float64)
+                mode = pack_draws(chosen, packed)
+                expected = sample_rows(logits, DeviceSampling.from_packed(packed), mode).tolist()
+                for place, draw in enumerate(chosen):
+                    if draw is None:
+                        assert result.tokens[place] is None
+                        assert np.array_equal(result.logits[place], logits[place].numpy())
+                    else:
+                        assert result.logits[place] is None
+                        assert result.tokens[place] == expected[place]
+                for sequence in sequences:
+                    runner.tables.release(sequence)
 
 
 def test_draws_on_the_device_are_those_on_the_cpu() -> None:

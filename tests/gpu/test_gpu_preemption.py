@@ -8,7 +8,7 @@ import numpy as np
 
 from kitelib.abc import BlockPayload, SequenceId, StepWork
 from kitelib.backends.torch_engine.backend import TorchBackend
-from tests.gpu.rig import compute, export_all, load, model_folder, prompt
+from tests.gpu.rig import compute, export_all, load, model_folder, on_gpu, prompt
 
 _BLOCKS = 40
 
@@ -30,9 +30,9 @@ class _Request:
 def _requests(limit: int) -> list[_Request]:
     random = np.random.default_rng(4)
     requests = []
-    for seed in range(14):
-        length = int(random.integers(10, limit // 2))
-        requests.append(_Request(prompt(length, seed), length + int(random.integers(3, limit // 3))))
+    for seed in range(14 if on_gpu() else 6):
+        length = int(random.integers(limit // 10, limit // 2))
+        requests.append(_Request(prompt(length, seed), length + int(random.integers(limit // 6, limit // 3))))
     return requests
 
 
@@ -94,14 +94,15 @@ def _run(backend: TorchBackend, requests: list[_Request]) -> int:
 def test_a_budget_of_40_blocks_finishes_every_request() -> None:
     """Bitwise mode: with the tokens that each request gets alone."""
     folder = model_folder()
-    with load(folder, numerics="bitwise", block_tokens=16, n_ctx=320, kv_tokens=16 * _BLOCKS) as backend:
-        assert backend.info.capacity_tokens == 16 * _BLOCKS
-        requests = _requests(320)
+    size, limit = (16, 320) if on_gpu() else (2, 40)
+    with load(folder, numerics="bitwise", block_tokens=size, n_ctx=limit, kv_tokens=size * _BLOCKS) as backend:
+        assert backend.info.capacity_tokens == size * _BLOCKS
+        requests = _requests(limit)
         assert _run(backend, requests) > 0
-        assert backend.room() == 16 * _BLOCKS
+        assert backend.room() == size * _BLOCKS
         if backend.info.numerics != "bitwise":
             raise AssertionError(f"the self-test found no plan: {backend.info.notes}")
-        for request, fresh in zip(requests, _requests(320), strict=True):
+        for request, fresh in zip(requests, _requests(limit), strict=True):
             assert request.done
             sequence = backend.create()
             logits = compute(backend, sequence, fresh.tokens)

@@ -11,7 +11,10 @@ import torch
 from kitelib.backends.torch_engine.pages import LayerShape, PagedCache
 from kitelib.backends.torch_engine.plan import StepPlan
 
-__all__ = ["Case", "Pass", "Shape", "attend", "fresh_cache", "make_pass", "reference"]
+__all__ = ["SHAPES", "TOLERANCE", "Case", "Pass", "Shape", "attend", "fresh_cache", "make_pass", "reference", "spread"]
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""Largest difference to float64 that rounding explains, by type."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +38,19 @@ class Shape:
     @property
     def factor(self) -> float:
         return self.scale or 1 / math.sqrt(self.key_dim)
+
+
+SHAPES = (
+    Shape(),
+    Shape(9, 3, 64, block=8),
+    Shape(8, 8, 80, block=8, window=33),
+    Shape(8, 1, 96, 32, block=32),
+    Shape(4, 4, 128, block=32, softcap=15.0),
+    Shape(6, 2, 192, 128),
+    Shape(2, 1, 256, window=70, softcap=5.0),
+    Shape(14, 2, 20, 7, window=1),
+)
+"""Head sizes, ratios of heads, blocks, windows and caps that models have, and odd ones."""
 
 
 class Case:
@@ -66,6 +82,13 @@ class Pass:
     value: torch.Tensor
 
 
+def spread(case: Case, seed: int = 1) -> tuple[list[list[int]], int]:
+    """Blocks for each sequence, in no order, and how many there are."""
+    counts = [-(-length // case.shape.block) for length in case.lengths]
+    numbers = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [[numbers.pop() for _ in range(count)] for count in counts], sum(counts)
+
+
 def fresh_cache(shape: Shape, num_blocks: int, fill: float = 0.0) -> PagedCache:
     """A cache of one layer; `fill` is what blocks hold that nobody has written."""
     layer = LayerShape(shape.kv_heads, shape.key_dim, shape.kv_heads, shape.values)
@@ -74,9 +97,7 @@ def fresh_cache(shape: Shape, num_blocks: int, fill: float = 0.0) -> PagedCache:
     return cache
 
 
-def make_pass(
-    case: Case, parts: list[tuple[int, int, int]], tables: list[list[int]], *, padding: int = 0
-) -> Pass:
+def make_pass(case: Case, parts: list[tuple[int, int, int]], tables: list[list[int]], *, padding: int = 0) -> Pass:
     """A pass over (sequence, context, new rows) parts; `tables` are the blocks of all sequences of the case."""
     shape = case.shape
     slots: list[int] = []

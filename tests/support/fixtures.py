@@ -56,8 +56,8 @@ def hf_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def smollm2_hf(pytestconfig: pytest.Config, smollm2: Path) -> Path:
-    """SmolLM2-135M-Instruct as a Hugging Face folder in bfloat16, 270 MB. Made once in 20 seconds, then kept in the
-    cache of pytest. Read only."""
+    """SmolLM2-135M-Instruct as a Hugging Face folder in bfloat16, 270 MB. Made once in a few seconds, then kept in
+    the cache of pytest. Read only."""
     cache = pytestconfig.cache
     assert cache is not None
     path = cache.mkdir("hf") / f"smollm2-{smollm2.stat().st_size}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -146,22 +146,103 @@ def reference_model(folder: Path, *, attention: str = "eager", **options: Any) -
 
 
 def smollm2_folder(folder: Path) -> Path:
-    """Writes SmolLM2-135M-Instruct from its GGUF file into `folder`, in bfloat16, and returns it; takes seconds."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """Writes SmolLM2-135M-Instruct from its GGUF file into `folder`, in bfloat16, and returns it; takes seconds.
 
-    source = smollm2_gguf()
-    options = {"gguf_file": source.name, "local_files_only": True}
+    transformers reads the file to the same weights, but parses it three times over.
+    """
+    import gguf
+    import torch
+    from safetensors.torch import save_file
+
+    reader = gguf.GGUFReader(smollm2_gguf())
+
+    def value(key: str) -> Any:
+        return reader.fields[key].contents()
+
+    heads, kv_heads = value("llama.attention.head_count"), value("llama.attention.head_count_kv")
+    weights: dict[str, Any] = {}
+    for tensor in reader.tensors:
+        values = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        if tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
+            values = _rotate_halves(values, heads if "attn_q" in tensor.name else kv_heads)
+        weights[_hf_name(tensor.name)] = values.to(torch.bfloat16).contiguous()
     folder.mkdir(parents=True, exist_ok=True)
-    with _quiet():
-        model = AutoModelForCausalLM.from_pretrained(str(source.parent), dtype=torch.bfloat16, **options)
-        # The weights are dequantized; what still says otherwise would keep them from being saved.
-        model.hf_quantizer = None
-        vars(model.config).pop("quantization_config", None)
-        tokenizer = AutoTokenizer.from_pretrained(str(source.parent), **options)
-        tokenizer.save_pretrained(str(folder))
-    _save(model, folder, None)
+    save_file(weights, str(folder / "model.safetensors"), {"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "vocab_size": len(value("tokenizer.ggml.tokens")),
+        "hidden_size": value("llama.embedding_length"),
+        "intermediate_size": value("llama.feed_forward_length"),
+        "num_hidden_layers": value("llama.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": value("llama.context_length"),
+        "rms_norm_eps": float(value("llama.attention.layer_norm_rms_epsilon")),
+        "rope_theta": float(value("llama.rope.freq_base")),
+        "tie_word_embeddings": "output.weight" not in {tensor.name for tensor in reader.tensors},
+        "bos_token_id": value("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": value("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": value("tokenizer.ggml.eos_token_id"),
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    _write_gguf_tokenizer(folder, value)
     return folder
+
+
+_GGUF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def _hf_name(name: str) -> str:
+    parts = name.split(".")
+    if parts[0] != "blk":
+        return f"{_GGUF_NAMES[parts[0]]}.{parts[1]}"
+    return f"model.layers.{parts[1]}.{_GGUF_NAMES[parts[2]]}.{parts[3]}"
+
+
+def _rotate_halves(values: Any, heads: int) -> Any:
+    """GGUF keeps the two channels that RoPE turns together side by side, transformers half a head apart."""
+    outputs, inputs = values.shape
+    return values.view(heads, outputs // heads // 2, 2, inputs).transpose(1, 2).reshape(outputs, inputs)
+
+
+def _write_gguf_tokenizer(folder: Path, value: Callable[[str], Any]) -> None:
+    import gguf
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = value("tokenizer.ggml.tokens")
+    merges = [tuple(merge.split(" ")) for merge in value("tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = zip(tokens, value("tokenizer.ggml.token_type"), strict=True)
+    special = [token for token, kind in kinds if kind == gguf.TokenType.CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokens[value("tokenizer.ggml.bos_token_id")],
+        "eos_token": tokens[value("tokenizer.ggml.eos_token_id")],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": value("tokenizer.chat_template"),
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def _save(model: Any, folder: Path, shard_bytes: int | None) -> None:

@@ -1,7 +1,9 @@
 """Small paged caches with known content, and item tables for them."""
 
 import numpy as np
-import torch
+import pytest
+
+torch = pytest.importorskip("torch")
 
 BLOCKS = 5
 

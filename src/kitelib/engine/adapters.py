@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from kitelib.config import AdapterConfig
 from kitelib.errors import FormatError, KiteError
@@ -69,14 +69,16 @@ async def adapters_to_pool(
     contents: Mapping[str, AdapterContent],
     door: ThreadDoor,
     *,
+    skip: Collection[str] = (),
     model_state: bytes = ANY_MODEL,
 ) -> int:
-    """Keeps adapters that were read from their folders. Call it once the pool knows the model. Never raises.
+    """Keeps adapters for the next time. Call it once the pool knows the model. Never raises.
 
     Args:
         pool: takes the units; outer tiers are written behind the caller.
-        contents: name -> adapter, as `AdapterSet.take_unsaved` gives them.
+        contents: name -> adapter, as `AdapterSet.take_contents` gives them.
         door: runs what blocks.
+        skip: names of those that came from the pool, unless it was cleared since.
         model_state: as of `adapters_from_pool`.
 
     Returns:
@@ -86,6 +88,8 @@ async def adapters_to_pool(
     if not pool.enabled:
         return count
     for name, content in contents.items():
+        if name in skip:
+            continue
         try:
             if pool.contains(Wanted.of(expect_adapter(content.digest, model_state))):
                 continue

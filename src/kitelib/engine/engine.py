@@ -22,7 +22,7 @@ from kitelib.engine.gate import Gate
 from kitelib.engine.loading import Loader
 from kitelib.engine.opening import Opening
 from kitelib.engine.results import Chunk, Generation
-from kitelib.engine.serving import Serving, bind_late, use_model
+from kitelib.engine.serving import Serving, bind_late, load_backend, use_model
 from kitelib.engine.streaming import ChatStream, Submitted
 from kitelib.errors import (
     ConfigError,
@@ -107,11 +107,9 @@ class KiteEngine:
             dtype: type of weights and KV: "auto" (as stored; llama_cpp: float16 KV), and with the torch backend
                 "bfloat16", "float16" or "float32".
             device: "auto" or "cpu"; with the torch backend also "cuda" or "cuda:N", which "auto" takes if there is one.
-            adapters: name -> LoRA adapter (a GGUF file, with the torch backend a PEFT folder; or an `AdapterConfig` with
-                a scale).
+            adapters: name -> LoRA adapter: a GGUF file, for torch a PEFT folder, or an `AdapterConfig` with a scale.
             block_tokens: tokens per KV block; None chooses by architecture.
-            kv_tokens: most tokens of all sequences together; None takes four times n_ctx if memory allows, on CUDA what
-                the largest step leaves free.
+            kv_tokens: most tokens of all sequences together; None takes four times n_ctx, on CUDA what is free.
             max_queue: requests that may wait; one more raises `EngineOverloadedError`.
             cache_dir: folder for digests and self-test results; None means the user's cache folder.
             config: a configuration file; gives the pool (so leave out `pool`), and block sizes where `block_tokens`
@@ -152,9 +150,9 @@ class KiteEngine:
         self._supervisor.start()
         try:
             await self.pool.start(self._supervisor)
-            backend = await self._door.run(self._loader.load, discard=lambda backend: backend.close())
+            backend = await load_backend(self._loader, self.pool, self._door)
             try:
-                await use_model(self.pool, backend.info)
+                await use_model(self.pool, backend, self._door)
             except BaseException:
                 backend.close()
                 raise
@@ -418,7 +416,7 @@ class KiteEngine:
         )
         async with self._gate.shut():
             old = self._current
-            backend = await self._door.run(loader.load, discard=lambda backend: backend.close())
+            backend = await load_backend(loader, self.pool, self._door)
             self._unregister(old)
             try:
                 await old.stop(EngineClosedError("the model was replaced"))
@@ -428,7 +426,7 @@ class KiteEngine:
                     with anyio.CancelScope(shield=True):
                         if backend.info.model_state != old.backend.info.model_state:
                             await self.pool.clear()
-                        await use_model(self.pool, backend.info)
+                        await use_model(self.pool, backend, self._door)
                     self._serve(backend)
                 else:
                     backend.close()
@@ -442,6 +440,7 @@ class KiteEngine:
         active = sum(run.computed for run in list(serving.scheduler.active_runs()))
         return {
             **dataclasses.asdict(serving.scheduler.counters),
+            **serving.backend.stats(),
             "queued": serving.scheduler.num_waiting,
             "running": serving.scheduler.num_active,
             "open_requests": self._gate.num_inside,

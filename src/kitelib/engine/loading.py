@@ -11,6 +11,7 @@ from typing import Any
 
 from kitelib.config import AdapterConfig, Numerics
 from kitelib.errors import ConfigError, UnsupportedOptionError
+from kitelib.upcycle.adapter_unit import AdapterContent
 
 __all__ = ["Loader"]
 
@@ -50,21 +51,25 @@ class Loader:
             return self.max_sequences
         return _CUDA_SEQUENCES if self._backend_name() == "torch" and self.device != "cpu" else _SEQUENCES
 
-    def load(self) -> Any:
-        """The loaded backend. Raises as `KiteEngine.open`."""
+    def poolable_adapters(self) -> dict[str, AdapterConfig]:
+        """Adapters that the pool may have: those of the torch backend."""
+        return self._adapters() if self._backend_name() == "torch" else {}
+
+    def load(self, contents: Mapping[str, AdapterContent] | None = None) -> Any:
+        """The loaded backend; `contents` are the adapters that the pool had. Raises as `KiteEngine.open`."""
         name = self._backend_name()
         if name == "torch":
-            return self._load_torch()
+            return self._load_torch(contents or {})
         if name == "llama_cpp":
             return self._load_llama_cpp()
         raise UnsupportedOptionError(
             f"backend is {name!r}, which this release does not have; give 'llama_cpp' for a GGUF file, or 'torch'"
         )
 
-    def _load_torch(self) -> Any:
+    def _load_torch(self, contents: Mapping[str, AdapterContent]) -> Any:
         from kitelib.backends.torch_engine.backend import TorchBackend, TorchOptions
 
-        options = TorchOptions(**self._common("the folder of a PEFT adapter"), dtype=self.dtype, device=self.device)
+        options = TorchOptions(**self._common(), dtype=self.dtype, device=self.device, adapter_contents=contents)
         return TorchBackend.load(self.model, options, self.progress)
 
     def _load_llama_cpp(self) -> Any:
@@ -82,10 +87,10 @@ class Loader:
                 )
         from kitelib.backends.llama_cpp.backend import LlamaCppBackend, LlamaCppOptions
 
-        options = LlamaCppOptions(**{**self._common("the path of a GGUF file"), "max_sequences": self.most_requests})
+        options = LlamaCppOptions(**{**self._common(), "max_sequences": self.most_requests})
         return LlamaCppBackend.load(self.model, options, self.progress)
 
-    def _common(self, adapter_form: str) -> dict[str, Any]:
+    def _common(self) -> dict[str, Any]:
         """Options that every backend has."""
         return {
             "n_ctx": self.n_ctx,
@@ -95,9 +100,23 @@ class Loader:
             "block_tokens": self.block_tokens,
             "block_table": self.block_table,
             "numerics": self.numerics,
-            "adapters": {name: _adapter(name, each, adapter_form) for name, each in self.adapters.items()},
+            "adapters": self._adapters(),
             "cache_dir": self.cache_dir,
         }
+
+    def _adapters(self) -> dict[str, AdapterConfig]:
+        found = {}
+        for name, value in self.adapters.items():
+            if isinstance(value, (str, os.PathLike)):
+                found[name] = AdapterConfig(os.fspath(value))
+            elif isinstance(value, AdapterConfig):
+                found[name] = value
+            else:
+                raise ConfigError(
+                    f"adapters[{name!r}] is {value!r}; give the path of a GGUF file, for the torch backend of a PEFT "
+                    "folder, or an AdapterConfig"
+                )
+        return found
 
     def _backend_name(self) -> str:
         if self.backend not in _BACKENDS:
@@ -106,11 +125,3 @@ class Loader:
         if self.backend == "auto":
             return "torch" if os.path.isdir(self.model) else "llama_cpp"
         return self.backend
-
-
-def _adapter(name: str, value: Any, form: str) -> AdapterConfig:
-    if isinstance(value, AdapterConfig):
-        return value
-    if isinstance(value, (str, os.PathLike)):
-        return AdapterConfig(os.fspath(value))
-    raise ConfigError(f"adapters[{name!r}] is {value!r}; give {form}, or an AdapterConfig")

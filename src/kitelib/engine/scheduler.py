@@ -430,7 +430,8 @@ class Scheduler:
         adapter = self._choose_adapter()
         for branch in self._active:
             self._computing.computed(branch, self._late.take_over(branch))
-        ready = [branch for branch in self._active if branch.run.adapter == adapter and branch.run.remaining]
+        mixes = self._backend.info.mixes_adapters
+        ready = [each for each in self._active if each.run.remaining and (mixes or each.run.adapter == adapter)]
         ready.sort(key=lambda branch: branch.order)
         decodes = [branch for branch in ready if branch.run.remaining == 1]
         if len(decodes) > self._backend.info.max_step_tokens:  # those that are behind go first
@@ -452,7 +453,7 @@ class Scheduler:
         return work[: self._backend.info.max_sequences]
 
     def _choose_adapter(self) -> str | None:
-        """Adapters take turns; a step has one."""
+        """Adapters take turns where a step can have only one."""
         adapters: list[str | None] = []
         for branch in self._active:
             if branch.run.adapter not in adapters:

@@ -12,8 +12,10 @@ import anyio
 
 from kitelib.abc import ModelInfo
 from kitelib.config import PoolConfig, ReusePolicy, SamplingParams
+from kitelib.engine.adapters import adapters_from_pool, adapters_to_pool
 from kitelib.engine.constraints import Constraint, ConstraintFactory
 from kitelib.engine.context_memory import ContextMemory
+from kitelib.engine.loading import Loader
 from kitelib.engine.output import Outputs
 from kitelib.engine.request import Branch, Request
 from kitelib.engine.saving import Saver
@@ -22,12 +24,12 @@ from kitelib.errors import EngineClosedError, KiteError, UnsupportedOptionError
 from kitelib.fingerprint import Fingerprint, root_fingerprint
 from kitelib.runtime.streams import LoopPort
 from kitelib.runtime.supervisor import Supervisor
-from kitelib.runtime.threads import ModelThread, to_the_end
+from kitelib.runtime.threads import ModelThread, ThreadDoor, to_the_end
 from kitelib.stores.pool import RUPool
 from kitelib.upcycle.recycler import Recycler
 from kitelib.yoco.planner import EMPTY_PREFIX, Planner, PooledPrefix, late_prefix
 
-__all__ = ["Serving", "bind_late", "use_model"]
+__all__ = ["Serving", "bind_late", "load_backend", "use_model"]
 
 
 _MAX_ROOTS = 65536
@@ -182,10 +184,20 @@ def bind_late(scheduler: Scheduler, request: Request, prefix: PooledPrefix) -> N
         late.bind(lambda first, units: scheduler.arrived(request, late, late_prefix(first, units)))
 
 
-async def use_model(pool: RUPool, info: ModelInfo) -> None:
-    """Tells the pool which model is served from now on."""
-    largest = max(info.block_bytes, 4 * info.vocab_size)
+async def load_backend(loader: Loader, pool: RUPool, door: ThreadDoor) -> Any:
+    """The loaded backend, with those of its adapters from the pool that are there. Raises as `KiteEngine.open`."""
+    wanted = await door.run(loader.poolable_adapters)  # looks at the file system
+    contents = await adapters_from_pool(pool, wanted, door, cache_dir=loader.cache_dir)
+    return await door.run(lambda: loader.load(contents), discard=lambda backend: backend.close())
+
+
+async def use_model(pool: RUPool, backend: Any, door: ThreadDoor) -> None:
+    """Tells the pool which model is served from now on, and gives it the model's adapters."""
+    info: ModelInfo = backend.info
+    contents = backend.take_adapters()
+    largest = max(info.block_bytes, 4 * info.vocab_size, *(len(each.weights) for each in contents.values()))
     await pool.use_model(info.model_state, bitwise=info.numerics == "bitwise", max_data_bytes=largest)
+    await adapters_to_pool(pool, contents, door)
 
 
 class _Secret(bytes):

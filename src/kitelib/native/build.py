@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -37,7 +38,7 @@ LIBRARY_NAME: Final = "_kite.so"
 CUDA_LIBRARY_NAME: Final = "_kite_cuda.so"
 _HERE: Final = Path(__file__).parent  # as it is: importing must not ask the file system, it may happen on an event loop
 # Without -ffp-contract=off some compilers fuse multiply and add, and then machines give different bytes.
-_FLAGS: Final = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off")
+_FLAGS: Final = ("-std=c11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")
 _CUDA_FLAGS: Final = (
     *("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-fmad=false", "-cudart", "static"),
     *("-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_90,code=sm_90"),
@@ -84,6 +85,7 @@ def build(folder: Path | None = None, *, force: bool = False) -> tuple[Path, boo
     Raises:
         BuildError: it could not be built; what was there before is still there.
     """
+
     def make(fresh: Path, sources: Path, define: str) -> None:
         compile_library(fresh, sorted((sources / "src").glob("*.c")), [define])
 
@@ -103,9 +105,7 @@ def build_cuda(folder: Path | None = None, *, force: bool = False) -> tuple[Path
     return _build(folder, CUDA_LIBRARY_NAME, force, make)
 
 
-def _build(
-    folder: Path | None, name: str, force: bool, make: Callable[[Path, Path, str], None]
-) -> tuple[Path, bool]:
+def _build(folder: Path | None, name: str, force: bool, make: Callable[[Path, Path, str], None]) -> tuple[Path, bool]:
     if folder is None:
         folder = _HERE if os.access(_HERE, os.W_OK) else cache_folder()
     target = folder / name
@@ -130,7 +130,12 @@ def compile_library(target: Path, files: Sequence[Path], options: Sequence[str] 
     Raises:
         BuildError: there is none, or it failed.
     """
-    _run([*_compiler(), *_FLAGS, *options, *map(str, files), "-o", str(target)])
+    compiler = [*_compiler(), *_FLAGS, *options]
+    with tempfile.TemporaryDirectory(prefix="kite-") as work, ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = [str(Path(work) / f"{path.stem}.o") for path in files]
+        commands = [[*compiler, "-c", str(path), "-o", made] for path, made in zip(files, objects, strict=True)]
+        list(pool.map(_run, commands))
+        _run([*compiler, "-shared", *objects, "-o", str(target)])
 
 
 def compile_cuda_library(target: Path, files: Sequence[Path], options: Sequence[str] = ()) -> None:
@@ -177,11 +182,9 @@ def is_current(library: Path) -> bool:
 
 def _digest(sources: Path, name: str) -> str:
     cuda = name == CUDA_LIBRARY_NAME
+    patterns = ("include/*", "cuda/*", "src/pages_math.h") if cuda else ("include/*", "src/*")
     digest = hashlib.sha256(" ".join(_CUDA_FLAGS if cuda else _FLAGS).encode())
-    folders = ("include", "src", "cuda") if cuda else ("include", "src")
-    for path in sorted(path for folder in folders for path in (sources / folder).iterdir()):
-        if cuda and path.suffix == ".c":
-            continue
+    for path in sorted(path for pattern in patterns for path in sources.glob(pattern)):
         content = path.read_bytes()
         digest.update(f"\n{path.name} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:32]

@@ -239,4 +239,3 @@ def load_pages_library(path: Path) -> tuple[PagesLibrary | None, str]:
         return PagesLibrary(path), ""
     except (OSError, AttributeError, ValueError) as error:
         return None, f"pages are packed more slowly, because {path} is not used: {error}. To build it: make upcycle_ext"
-

@@ -117,13 +117,13 @@ def unpack_item(packed: torch.Tensor, form: int, pages: Sequence[torch.Tensor]) 
         if form == FORMS["planes"]:
             packed = packed.view(pages[0].element_size(), -1).t()
         sizes = [page.numel() * page.element_size() for page in pages]
-        for page, data in zip(pages, packed.reshape(-1).split(sizes), strict=True):
+        for page, data in zip(pages, torch.split(packed.reshape(-1), sizes), strict=True):
             page.view(torch.uint8).copy_(data.view(page.shape[0], -1))
         return 0
     dtype, shape = pages[0].dtype, (len(pages), *pages[0].shape)
     _, num_scales = _scale_counts(*shape)
     starts = [_HEAD_BYTES, 2 * num_scales, len(packed) - _HEAD_BYTES - 2 * num_scales]
-    head, scale_bytes, codes = packed.split(starts)
+    head, scale_bytes, codes = torch.split(packed, starts)
     scales = scale_bytes.clone().view(dtype).float()
     magnitudes = codes & 0x7F
     bad_codes = codes == 0x80 if form == FORMS["int8"] else magnitudes == 0x7F
@@ -154,7 +154,7 @@ def _parts(values: torch.Tensor) -> list[tuple[torch.Tensor, bool]]:
 
 
 def _group_highest(part: torch.Tensor) -> torch.Tensor:
-    """(segments, tokens, groups)"""
+    """Highest magnitudes: (segments, tokens, groups)."""
     import torch
 
     channels = part.shape[2]

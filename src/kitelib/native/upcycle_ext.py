@@ -255,7 +255,7 @@ def register_ops() -> None:
     """
     import torch
 
-    library = torch.library.Library("kitelib", "FRAGMENT")
+    library: Any = torch.library.Library("kitelib", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define(_PACK)
     library.define(_UNPACK)
     for key in ("CPU", "CUDA"):

@@ -1,4 +1,7 @@
-"""Engines on real models; the one that the tests of a module share has nothing to reuse when a test begins."""
+"""Engines on real models; the one that the tests of a module share has nothing to reuse when a test begins.
+
+Everything that uses `engine` or `open_tiny` runs on each backend.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 import pytest
 
 from kitelib import KiteEngine
+from tests.support.backends import BackendKit
 from tests.support.engines import StepRecorder, assert_nothing_left
 
 
@@ -19,27 +23,27 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-async def shared_engine(smollm2_path: Path, cache_dir: Path) -> AsyncIterator[KiteEngine]:
-    """SmolLM2; use `engine`, which empties it first."""
-    async with KiteEngine.open(smollm2_path, n_ctx=512, threads=1, max_sequences=8, cache_dir=cache_dir) as engine:
+async def shared_engine(kit: BackendKit, cache_dir: Path) -> AsyncIterator[KiteEngine]:
+    """SmolLM2, or what `BackendKit.text` has in its place; use `engine`, which empties it first."""
+    async with KiteEngine.open(kit.text(), n_ctx=512, threads=1, max_sequences=8, cache_dir=cache_dir) as engine:
         yield engine
 
 
 @pytest.fixture
 async def engine(shared_engine: KiteEngine) -> AsyncIterator[KiteEngine]:
-    """SmolLM2 with nothing to reuse; whatever the test does, nothing may stay open afterwards."""
+    """`shared_engine` with nothing to reuse; whatever the test does, nothing may stay open afterwards."""
     await shared_engine.invalidate()
     yield shared_engine
     await assert_nothing_left(shared_engine)
 
 
 @pytest.fixture
-def open_tiny(tiny_model: Callable[..., Path], cache_dir: Path) -> Callable[..., Any]:
+def open_tiny(kit: BackendKit, cache_dir: Path) -> Callable[..., Any]:
     """``open_tiny(**options)``: a random llama of 2 layers, which opens and runs in no time."""
 
     def opening(**options: Any) -> Any:
         defaults = {"n_ctx": 256, "threads": 1, "max_sequences": 4, "cache_dir": cache_dir}
-        return KiteEngine.open(tiny_model("llama"), **{**defaults, **options})
+        return KiteEngine.open(kit.small(), **{**defaults, **options})
 
     return opening
 

@@ -89,6 +89,7 @@ async def test_each_content_is_stored_once(open_pool: OpenPool) -> None:
     async with open_pool() as pool:
         assert await adapters_to_pool(pool, {"a": made(), "b": made(), "c": made(1)}, DOOR) == 2
         assert await adapters_to_pool(pool, {"a": made()}, DOOR) == 0
+        assert await adapters_to_pool(pool, {"z": made(2)}, DOOR, skip={"z"}) == 0
 
 
 async def test_cleared_pool_has_no_adapters(open_pool: OpenPool) -> None:
@@ -127,7 +128,7 @@ async def test_folder_of_a_known_content_is_not_read(
 
     async with open_pool() as pool:
         first = await load()
-        assert await adapters_to_pool(pool, first.take_unsaved(), DOOR) == 1
+        assert await adapters_to_pool(pool, first.take_contents(), DOOR) == 1
         first.close()
         contents = await adapters_from_pool(pool, config, DOOR, cache_dir=tmp_path / "cache")
         monkeypatch.setattr(

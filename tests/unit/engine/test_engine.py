@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from kitelib import KiteEngine, ReusePolicy
-from kitelib.backends.llama_cpp.backend import LlamaCppBackend
 from kitelib.engine.loading import Loader
 from kitelib.errors import BackendError, DeadlineExceededError, EngineClosedError, KiteError, ModelFormatError
+from tests.support.backends import BackendKit
 from tests.support.engines import assert_nothing_left, some_tokens, until
-from tests.support.gguf_files import corrupt_copy
 
 OFF = ReusePolicy(mode="off")
 # Long enough for several blocks and a tail.
@@ -134,24 +133,24 @@ async def test_a_cancelled_closing_still_closes(open_tiny: Any, record: Any) -> 
 
 
 @pytest.fixture
-def slow_load(monkeypatch: pytest.MonkeyPatch) -> Any:
+def slow_load(monkeypatch: pytest.MonkeyPatch, kit: BackendKit) -> Any:
     """Holds loading between the model being there and the caller having it; notes which backends were closed."""
 
     state = SimpleNamespace(loaded=threading.Event(), gate=threading.Event(), backends=[], closed=[])
-    real_load, real_close = Loader.load, LlamaCppBackend.close
+    real_load, real_close = Loader.load, kit.backend_type.close
 
-    def load(loader: Loader) -> Any:
-        state.backends.append(real_load(loader))
+    def load(loader: Loader, *args: Any) -> Any:
+        state.backends.append(real_load(loader, *args))
         state.loaded.set()
         assert state.gate.wait(30)
         return state.backends[-1]
 
-    def close(backend: LlamaCppBackend) -> None:
+    def close(backend: Any) -> None:
         state.closed.append(backend)
         real_close(backend)
 
     monkeypatch.setattr(Loader, "load", load)
-    monkeypatch.setattr(LlamaCppBackend, "close", close)
+    monkeypatch.setattr(kit.backend_type, "close", close)
     return state
 
 
@@ -226,11 +225,11 @@ async def test_if_the_model_thread_fails_everyone_hears_of_it(
     assert "the model's thread failed" in caplog.text
 
 
-async def test_a_reload_that_fails_leaves_the_old_model(open_tiny: Any, tmp_path: Path, tiny_model: Any) -> None:
+async def test_a_reload_that_fails_leaves_the_old_model(open_tiny: Any, tmp_path: Path, kit: BackendKit) -> None:
     async with open_tiny() as engine:
         before = await engine.generate(STORY, max_tokens=4, ignore_eos=True)
         with pytest.raises(ModelFormatError):
-            await engine.reload(corrupt_copy(tiny_model("llama"), tmp_path / "bad.gguf"))
+            await engine.reload(kit.damaged(kit.small(), tmp_path / "bad"))
         after = await engine.generate(STORY, max_tokens=4, ignore_eos=True)
         assert after.token_ids == before.token_ids
         assert after.reuse.zero_prefill  # nothing was forgotten either

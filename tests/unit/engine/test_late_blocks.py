@@ -24,7 +24,7 @@ from tests.support.engines import assert_nothing_left, computes_slowly, evict_co
 
 OFF = ReusePolicy(mode="off")
 NO_LOGITS = ReusePolicy(zero_prefill=False)
-SIZES: dict[str, Any] = {"n_ctx": 256, "kv_tokens": 256, "max_sequences": 6}  # 512 cells, the least there is
+SIZES: dict[str, Any] = {"n_ctx": 256, "kv_tokens": 512, "max_sequences": 6}
 Call = dict[str, Any]
 
 

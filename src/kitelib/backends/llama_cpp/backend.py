@@ -165,6 +165,14 @@ class LlamaCppBackend:
         """Tokens that live sequences hold, shared ones counted once."""
         return self._context.used_tokens
 
+    def take_adapters(self) -> dict[str, Any]:
+        """None: GGUF adapters are mapped from their files, which is as quick as from a pool."""
+        return {}
+
+    def stats(self) -> dict[str, Any]:
+        """For `KiteEngine.stats`: "fragmentation" is the share of the memory that is dead until cells are moved."""
+        return {"fragmentation": self._context.wasted_tokens / max(1, self.info.capacity_tokens)}
+
     def export_blocks(self, sequence: SequenceId, first: int, count: int, end: int | None = None) -> list[BlockPayload]:
         if not self.info.reuse_blocks:
             return []

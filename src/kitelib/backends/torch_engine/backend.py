@@ -13,8 +13,11 @@ from kitelib.backends.torch_engine.device_runner import DeviceRunner
 from kitelib.backends.torch_engine.runner import Runner
 from kitelib.config import AdapterConfig, Numerics
 from kitelib.errors import UnknownAdapterError
+from kitelib.upcycle.adapter_unit import AdapterContent
 
 if TYPE_CHECKING:
+    from kitelib.backends.torch_engine.compiled import CompiledDecode
+    from kitelib.backends.torch_engine.lora import AdapterSet
     from kitelib.backends.torch_engine.tokenizer import FolderTokenizer
 
 __all__ = ["DeviceTorchBackend", "TorchBackend", "TorchOptions"]
@@ -38,6 +41,7 @@ class TorchOptions:
             folder.
         dtype: type of the weights and the KV: "auto", "bfloat16", "float16" or "float32".
         device: "auto", "cpu", "cuda" or "cuda:N".
+        adapter_contents: name -> adapter that the pool had, so that its folder is not read.
         compile: let a process in the background compile decode steps (CPU, standard numerics).
     """
 
@@ -52,6 +56,7 @@ class TorchOptions:
     cache_dir: Path | None = None
     dtype: str = "auto"
     device: str = "auto"
+    adapter_contents: Mapping[str, AdapterContent] = dataclasses.field(default_factory=dict)
     compile: bool = True
 
 
@@ -70,14 +75,17 @@ class TorchBackend:
         info: ModelInfo,
         runner: Runner,
         tokenizer: FolderTokenizer,
-        adapter_states: Mapping[str, tuple[bytes, float]],
+        adapters: AdapterSet | None,
         close: Callable[[], None],
+        compiled: CompiledDecode | None = None,
     ) -> None:
         self.info = info
-        self.adapter_states = dict(adapter_states)
+        self.adapter_states: dict[str, tuple[bytes, float]] = {} if adapters is None else dict(adapters.states)
+        self._adapters = adapters
         self._runner: Runner | None = runner
         self._tokenizer = tokenizer
         self._close = close
+        self._compiled = compiled
 
     @classmethod
     def load(
@@ -97,6 +105,10 @@ class TorchBackend:
         from kitelib.backends.torch_engine.loader import TorchLoader
 
         return TorchLoader(path, options, progress).load()
+
+    def take_adapters(self) -> dict[str, AdapterContent]:
+        """The adapters as they were read, for the pool; once, then they are freed."""
+        return {} if self._adapters is None else self._adapters.take_contents()
 
     @property
     def runner(self) -> Runner:
@@ -150,6 +162,17 @@ class TorchBackend:
     def used_tokens(self) -> int:
         """Tokens that live sequences hold, shared blocks counted once."""
         return 0 if self._runner is None else self._runner.tables.used_tokens()
+
+    def stats(self) -> dict[str, Any]:
+        """For `KiteEngine.stats`. "fragmentation" is the share of the free memory that a sequence can't use: none, since
+        any free block serves any sequence; "block_copies" counts copies on write; "compiled" is where the compiling of
+        decode steps stands ("off": nothing is compiled)."""
+        tables = self.runner.tables
+        return {
+            "fragmentation": 0.0,
+            "block_copies": tables.copies,
+            "compiled": "off" if self._compiled is None else self._compiled.stats()["state"],
+        }
 
     def export_blocks(self, sequence: SequenceId, first: int, count: int, end: int | None = None) -> list[BlockPayload]:
         return self.runner.export(sequence, first, count, end)

@@ -74,9 +74,16 @@ class BlockTables:
         return len(self._free)
 
     def used_tokens(self) -> int:
-        """Tokens held, those in shared blocks counted once per block."""
-        wasted = sum(-table.num_tokens % self.block_tokens for table in self._tables.values())
-        return max(0, (self.num_blocks - len(self._free)) * self.block_tokens - wasted)
+        """Tokens held, shared ones counted once. Any thread."""
+        size, filled = self.block_tokens, {}  # of blocks that somebody fills in part: holders seen, tokens at most
+        for table in list(self._tables.values()):
+            if table.num_tokens % size:
+                block = int(table.blocks[table.num_blocks - 1])
+                holders, tokens = filled.get(block, (0, 0))
+                filled[block] = (holders + 1, max(tokens, table.num_tokens % size))
+        # Who else holds such a block has all of it.
+        wasted = sum(size - tokens for block, (holders, tokens) in filled.items() if holders >= self._references[block])
+        return max(0, (self.num_blocks - len(self._free)) * size - wasted)
 
     def create(self, adapter: str | None) -> SequenceId:
         """A new, empty sequence."""

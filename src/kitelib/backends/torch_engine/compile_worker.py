@@ -225,7 +225,7 @@ class _NoPages:
 
     layers = _Everything()
 
-    def keys(self, layer: int) -> None:
+    def keys(self, _layer: int) -> None:
         return None
 
     values = keys

@@ -89,6 +89,7 @@ class CompiledDecode:
         self._state = "off"
         self._since = time.monotonic()
         self._worker: subprocess.Popen[bytes] | None = None
+        self._watcher: threading.Thread | None = None
         self._closed = False
         self._lock = threading.Lock()
 
@@ -153,6 +154,8 @@ class CompiledDecode:
             except subprocess.TimeoutExpired:
                 worker.kill()
                 worker.wait()
+        if self._watcher is not None:
+            self._watcher.join(5.0)
 
     # -- inside
 
@@ -197,7 +200,7 @@ class CompiledDecode:
         with self._lock:
             if self._closed:
                 return
-            self._worker = subprocess.Popen(
+            self._worker = subprocess.Popen(  # noqa: S603 - this Python, our own module
                 [sys.executable, "-m", "kitelib.backends.torch_engine.compile_worker", job],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -208,14 +211,20 @@ class CompiledDecode:
                 start_new_session=True,  # a Ctrl-C at the terminal is for the application
             )
         self._set("compiling")
-        threading.Thread(target=self._watch, args=(self._worker,), name="kite-compile-watch", daemon=True).start()
+        self._watcher = threading.Thread(
+            target=self._watch, args=(self._worker,), name="kite-compile-watch", daemon=True
+        )
+        self._watcher.start()
 
     def _watch(self, worker: subprocess.Popen[bytes]) -> None:
         assert worker.stderr is not None
-        said = worker.stderr.read()
+        assert worker.stdin is not None
+        with worker.stderr:
+            said = worker.stderr.read()
         code = worker.wait()
         if self._closed:
             return
+        worker.stdin.close()
         if code == 0 and (record := ProgramRecord.read(self._folder)) is not None:
             if record.library_bytes > _LIVE_BYTES:
                 self._note("compiled; the program is used from the next opening of the engine on")
@@ -255,7 +264,9 @@ def decode_step(compiled: CompiledDecode, packed: PackedStep) -> torch.Tensor | 
         return None
     try:
         return program(
-            torch.from_numpy(packed.ids)[None], torch.from_numpy(packed.positions)[None], torch.from_numpy(packed.select)
+            torch.from_numpy(packed.ids)[None],
+            torch.from_numpy(packed.positions)[None],
+            torch.from_numpy(packed.select),
         )
     except RuntimeError as error:
         compiled.give_up(error)  # the KV that it wrote is written again

@@ -12,6 +12,7 @@ from kitelib.abc import StepResult, StepWork, TokenDraw
 from kitelib.backends.torch_engine.device_sampling import NUM_SETTINGS, DeviceSampling, pack_draws, sample_rows
 from kitelib.backends.torch_engine.graphed import decode_batch
 from kitelib.backends.torch_engine.graphs import DecodeGraphs
+from kitelib.backends.torch_engine.lora import Segment
 from kitelib.backends.torch_engine.packing import PackedStep
 from kitelib.backends.torch_engine.runner import Runner
 from kitelib.errors import BackendStepError
@@ -44,7 +45,7 @@ class DeviceRunner(Runner):
         draws = [item.draw for item in work if item.logits or item.draw]
         try:
             with torch.inference_mode():
-                finish = self._launch(packed, self.tables[work[0].sequence].adapter, draws)
+                finish = self._launch(packed, self.segments(work, packed), draws)
         except Exception as error:
             self.take_back(work)
             raise _failure(error, packed) from error
@@ -61,20 +62,15 @@ class DeviceRunner(Runner):
         return wait
 
     def _launch(
-        self, packed: PackedStep, adapter: str | None, draws: Sequence[TokenDraw | None]
+        self, packed: PackedStep, segments: Sequence[Segment], draws: Sequence[TokenDraw | None]
     ) -> Callable[[], tuple[Rows, list[int]]]:
         count = len(packed.contexts)
         drawing = any(draw is not None for draw in draws)
         graphs = self.graphs
-        if (
-            graphs is not None
-            and adapter is None
-            and packed.is_decode
-            and graphs.fits(count, int(packed.contexts.max()))
-        ):
+        if graphs is not None and not segments and packed.is_decode and graphs.fits(count, int(packed.contexts.max())):
             step = graphs.run(decode_batch(packed, draws if drawing else ()))
             return lambda: (_wanted(step.logits, draws), step.tokens() if drawing else [])
-        logits = self.run(packed, adapter)
+        logits = self.run(packed, segments)
         if logits is None:
             return self._mark
         tokens = self._draw(logits[: len(draws)], draws) if drawing else None

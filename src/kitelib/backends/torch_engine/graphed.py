@@ -71,7 +71,7 @@ def decode_graphs(
         max_blocks=-(-max_context // cache.block_tokens),
         max_context=max_context,
         vocab_size=int(model.config.get_text_config().vocab_size),
-        logits_dtype=model.get_output_embeddings().weight.dtype,
+        logits_dtype=model.get_input_embeddings().weight.dtype,
         device=device,
         api=api,
         buckets=buckets,

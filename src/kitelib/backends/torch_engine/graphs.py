@@ -231,7 +231,6 @@ class DecodeGraphs:
         assert list(buckets) == sorted(set(buckets))
         assert buckets[0] > 0
         self._forward = forward
-        self._max_blocks = max_blocks
         self._max_context = max_context
         self._api = api
         self._buckets = tuple(buckets)
@@ -248,12 +247,9 @@ class DecodeGraphs:
         """Rows of the largest batch."""
         return self._buckets[-1]
 
-    def fits(self, batch: DecodeBatch) -> bool:
-        """Whether there is a graph for so many sequences of such a length."""
-        rows, width = batch.tables.shape
-        return (
-            rows <= self._buckets[-1] and width <= self._max_blocks and int(batch.contexts.max()) <= self._max_context
-        )
+    def fits(self, num_sequences: int, context: int) -> bool:
+        """Whether there is a graph for so many sequences, the longest of `context` tokens."""
+        return num_sequences <= self._buckets[-1] and context <= self._max_context
 
     def bucket(self, num_rows: int) -> int:
         """Rows of the graph that `num_rows` rows use."""
@@ -278,7 +274,7 @@ class DecodeGraphs:
         """Starts one decode step and returns at once. The arrays may be changed afterwards.
 
         Args:
-            batch: at least one sequence; one that `fits`.
+            batch: at least one sequence; it `fits`, and its tables are no wider than `max_blocks`.
         """
         import torch
 

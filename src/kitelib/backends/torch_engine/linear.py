@@ -55,7 +55,7 @@ def pack_linears(model: torch.nn.Module) -> PackedLinears:
     places = [
         (parent, name, child)
         for parent in list(model.modules())
-        for name, child in parent.named_children()
+        for name, child in parent._modules.items()  # `named_children` leaves out what it has named before
         if type(child) is plain
     ]
     made: dict[int, torch.nn.Module] = {}

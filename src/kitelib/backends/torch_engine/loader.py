@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from kitelib.abc import ModelInfo
 from kitelib.backends.selftest_cache import SelfTestCache
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kitelib.backends.torch_engine.compiled import CompiledDecode
     from kitelib.backends.torch_engine.kernels.contract import AttentionKernel
     from kitelib.backends.torch_engine.lora import AdapterSet
-    from kitelib.backends.torch_engine.opening import OpenedModel
+    from kitelib.backends.torch_engine.opening import Dtype, OpenedModel
 
 __all__ = ["TorchLoader"]
 
@@ -91,9 +91,9 @@ class TorchLoader:
         kernel = self._choose_kernel(block_tokens)
         adapters = self._adapters(opened)
         rows, bitwise = self._choose_rows(opened, layers, block_tokens, kernel, adapters)
-        compiled = None if bitwise else self._compiled(opened, layers)
+        self._compiled = None if bitwise else self._compile(opened, layers)
 
-        def make(num_blocks: int, plan: RowPlan, *, fast: bool = True) -> Runner:
+        def make(num_blocks: int, plan: RowPlan) -> Runner:
             cache = PagedCache(layers, num_blocks, block_tokens, opened.kv_dtype, self._device)
             return self._runner_type(
                 self._forward,
@@ -101,8 +101,8 @@ class TorchLoader:
                 kernel,
                 plan,
                 self._max_sequences + _IDLE_SEQUENCES,
-                use_adapter=None if adapters is None else adapters.use,
-                compiled=compiled if fast else None,
+                adapters=adapters,
+                compiled=self._compiled,
             )
 
         num_blocks = self._capacity(opened, layers, block_tokens, rows, make)
@@ -111,14 +111,8 @@ class TorchLoader:
         if isinstance(runner, DeviceRunner):
             self._capture(runner, kernel, rows)
         info = self._info(opened, layers, runner, kernel, rows, bitwise=bitwise)
-        states = {} if adapters is None else adapters.states
-        return self._backend(info, runner, opened, states)
-
-    def _backend(
-        self, info: ModelInfo, runner: Runner, opened: OpenedModel, states: dict[str, tuple[bytes, float]]
-    ) -> TorchBackend:
         kind = DeviceTorchBackend if isinstance(runner, DeviceRunner) else TorchBackend
-        return kind(info, runner, opened.tokenizer, states, self._close)
+        return kind(info, runner, opened.tokenizer, adapters, self._close, self._compiled)
 
     def _capture(self, runner: DeviceRunner, kernel: AttentionKernel, rows: RowPlan) -> None:
         """Captures decode steps in the sizes of batch that the row plan allows."""
@@ -141,7 +135,7 @@ class TorchLoader:
         cache_dir = self._options.cache_dir
         return open_model(
             self._path,
-            dtype=self._options.dtype,  # type: ignore[arg-type] - checked there
+            dtype=cast("Dtype", self._options.dtype),  # checked there
             device=self._device,
             cache_dir=cache_dir,
             progress=lambda share: self._progress("reading the weights", share),
@@ -192,9 +186,18 @@ class TorchLoader:
             return None
         from kitelib.backends.torch_engine.lora import AdapterSet
 
-        return AdapterSet(
-            opened.model, self._options.adapters, opened.dtype, self._device, self._options.cache_dir, self._progress
+        adapters = AdapterSet(
+            opened.model,
+            self._options.adapters,
+            opened.dtype,
+            self._device,
+            self._options.cache_dir,
+            self._progress,
+            contents=self._options.adapter_contents,
+            row_invariant=self._options.numerics == "bitwise",
         )
+        self._closers.append(adapters.close)
+        return adapters
 
     def _choose_rows(
         self,
@@ -229,8 +232,7 @@ class TorchLoader:
 
             def make(plan: RowPlan) -> Runner:
                 pages = PagedCache(layers, blocks, block_tokens, opened.kv_dtype, self._device)
-                use = None if adapters is None else adapters.use
-                return Runner(self._forward, pages, kernel, plan, self._max_sequences + 64, use_adapter=use)
+                return Runner(self._forward, pages, kernel, plan, self._max_sequences + 64, adapters=adapters)
 
             plan = find_plan(
                 make, CUDA_PLANS if self._cuda else PLANS, opened.facts.vocab_size, self._max_sequences, sorted(states)
@@ -241,15 +243,15 @@ class TorchLoader:
             return standard, False
         return plan, True
 
-    def _compiled(self, opened: OpenedModel, layers: tuple[LayerShape, ...]) -> Any:
+    def _compile(self, opened: OpenedModel, layers: tuple[LayerShape, ...]) -> CompiledDecode | None:
         if self._cuda or not self._options.compile or any(layer.latent for layer in layers):
             return None
-        from kitelib.backends.torch_engine.compiled import CompiledDecode, decode_step
+        from kitelib.backends.torch_engine.compiled import CompiledDecode
 
-        compiled: CompiledDecode = CompiledDecode(opened, self._options.cache_dir, threads=self._threads)
+        compiled = CompiledDecode(opened, self._options.cache_dir, threads=self._threads)
         self._closers.append(compiled.close)
         compiled.start()
-        return lambda packed: decode_step(compiled, packed)
+        return compiled
 
     def _capacity(
         self,
@@ -331,6 +333,7 @@ class TorchLoader:
             resident_idle_tokens=capacity,  # idle blocks cost a step nothing
             notes=tuple(self._notes),
             prefill_guess=max(1.0, speed / params),
+            mixes_adapters=runner.mixes_adapters,
             draws_tokens=self._cuda,
         )
 

@@ -62,7 +62,7 @@ class AdapterSet:
         dtype: element type of the model's activations.
         device: where the model is.
         cache_dir: folder of remembered digests; None means the user's.
-        progress: called with the fraction done, 0 to 1.
+        progress: called with what is being done and its share, 0 to 1.
         contents: name -> adapter that came from elsewhere (the pool), so that its folder is not read.
         row_invariant: compute every row with the same fixed shapes whatever else is in the step, for bitwise numerics.
 
@@ -71,6 +71,7 @@ class AdapterSet:
         mixable: whether rows with different adapters may share a step. False if an adapted linear sees other rows than
             those of the step (experts, latents of all tokens); then a step has one adapter for all rows.
         num_bytes: bytes of all matrices on the device.
+        largest_content_bytes: bytes of the largest adapter's weights as they were read; about the size of its unit.
 
     Raises:
         ModelNotFoundError, ModelFormatError, BackendError: a folder can't be read, or does not fit the model.
@@ -85,7 +86,7 @@ class AdapterSet:
         dtype: torch.dtype,
         device: torch.device | str,
         cache_dir: pathlib.Path | None = None,
-        progress: Callable[[float], None] | None = None,
+        progress: Callable[[str, float], None] | None = None,
         *,
         contents: Mapping[str, AdapterContent] | None = None,
         row_invariant: bool = True,
@@ -99,15 +100,17 @@ class AdapterSet:
         self._current = Current()
         self._sites: dict[str, AdaptedLinear] = {}
         self._numbers: dict[str, int] = {}
-        self._unsaved: dict[str, AdapterContent] = {}
+        self._whole: dict[int, Active] = {}  # kept from step to step, with what the kernels derive from them
+        self._contents: dict[str, AdapterContent] = {}
         self.states: dict[str, tuple[bytes, float]] = {}
         self.mixable = True
+        self.largest_content_bytes = 0
         linears = _linears(model)
         try:
             for number, (name, config) in enumerate(adapters.items()):
                 self._load(linears, number, name, config, cache_dir, (contents or {}).get(name))
                 if progress is not None:
-                    progress((number + 1) / len(adapters))
+                    progress("loading adapters", (number + 1) / len(adapters))
             for module, site in self._sites.items():
                 site.attach(linears.modules[module])
         except BaseException:
@@ -118,10 +121,10 @@ class AdapterSet:
     def num_bytes(self) -> int:
         return sum(site.num_bytes for site in self._sites.values())
 
-    def take_unsaved(self) -> dict[str, AdapterContent]:
-        """The adapters that came from their folders, for whoever keeps them in the pool; once, then they are freed."""
-        unsaved, self._unsaved = self._unsaved, {}
-        return unsaved
+    def take_contents(self) -> dict[str, AdapterContent]:
+        """The adapters as they were read, for whoever keeps them in the pool; once, then they are freed."""
+        contents, self._contents = self._contents, {}
+        return contents
 
     @contextmanager
     def use(self, adapter: str | Sequence[Segment] | None, rows: int | None = None) -> Iterator[None]:
@@ -141,20 +144,20 @@ class AdapterSet:
         try:
             yield
         finally:
-            self._current.active = before
+            self._current.active, self._current.cast = before, None
 
     def close(self) -> None:
         """Takes the hooks off and frees the matrices; the model is as before. Idempotent."""
         for site in self._sites.values():
             site.detach()
         self._sites.clear()
-        self._unsaved.clear()
+        self._contents.clear()
 
     def _active(self, adapter: str | Sequence[Segment] | None, rows: int | None) -> Active | None:
         if adapter is None:
             return None
         if isinstance(adapter, str):
-            return Active(((0, None, self._number(adapter)),), None)
+            return self._whole[self._number(adapter)]
         if not adapter:
             return None
         names = {each.adapter for each in adapter}
@@ -167,7 +170,7 @@ class AdapterSet:
                 raise BackendStepError(
                     f"the adapters {', '.join(sorted(names))} can't be mixed in a step of this model"
                 )
-            return Active(((0, None, self._number(ordered[0].adapter)),), None)
+            return self._whole[self._number(ordered[0].adapter)]
         return Active(tuple((each.first, each.stop, self._number(each.adapter)) for each in ordered), rows)
 
     def _number(self, name: str) -> int:
@@ -190,13 +193,16 @@ class AdapterSet:
         if not math.isfinite(config.scale):
             raise ConfigError(f"{what} has scale {config.scale}; give a finite number")
         if content is None:
-            content = self._unsaved[name] = _from_folder(name, config, cache_dir)
+            content = _from_folder(name, config, cache_dir)
         if config.digest is not None and content.digest.hex() != config.digest:
             raise ModelFormatError(
                 f"{what} has the content {content.digest.hex()}, not {config.digest} as its AdapterConfig says; "
                 "give the folder of that adapter, or leave the digest out"
             )
         self._numbers[name] = number
+        self._whole[number] = Active(((0, None, number),), None)
+        self._contents[name] = content
+        self.largest_content_bytes = max(self.largest_content_bytes, len(content.weights))
         self.states[name] = (content.digest, float(config.scale))
         tensors = _tensors(content, what)
         shapes = {

@@ -58,9 +58,21 @@ class Active:
 
 
 class Current(threading.local):
-    """What the pass on this thread uses; None means no adapter."""
+    """What the pass on this thread uses; None means no adapter.
+
+    Attributes:
+        cast: the last input of a linear and its rows in the adapters' type: several linears have the same input.
+    """
 
     active: Active | None = None
+    cast: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def rows_of(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`x`, (..., features), as (rows, features) in that type, with contiguous rows."""
+        if self.cast is None or self.cast[0] is not x:
+            rows = x.reshape(-1, x.shape[-1]).to(dtype)
+            self.cast = x, rows if rows.stride(1) == 1 else rows.contiguous()
+        return self.cast[1]
 
 
 class AdaptedLinear:
@@ -134,14 +146,13 @@ class AdaptedLinear:
 
     def _apply(self, x: torch.Tensor, out: torch.Tensor, active: Active) -> None:
         """Adds to `out`, in place. `x` is (..., in features), `out` (..., out features)."""
-        x_rows, out_rows = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+        out_rows = out.view(-1, out.shape[-1])
+        x_rows = self._current.rows_of(x, next(iter(self._matrices.values()))[0].dtype)
         if active.rows is not None and active.rows != len(out_rows):
             raise BackendStepError(f"{self._module!r} got {len(out_rows)} rows in a step of {active.rows}")
         if self._tables is not None:
             from kitelib.backends.torch_engine.kernels.triton_lora import add_adapters
 
-            x_rows = x_rows.to(self._tables.dtype)
-            x_rows = x_rows if x_rows.stride(1) == 1 else x_rows.contiguous()
             add_adapters(x_rows, out_rows, active.tiles(len(out_rows), out.device), self._tables)
             return
         for first, stop, number in active.segments:
@@ -152,16 +163,16 @@ class AdaptedLinear:
     def _add(self, x: torch.Tensor, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float) -> None:
         from torch.nn.functional import linear, pad
 
-        x = x.to(a.dtype)  # (rows, in)
         if self._tile_rows is None:
-            out.add_(linear(linear(x, a), b), alpha=factor)
+            out.add_(linear(linear(x, a), b).mul_(factor))
             return
         for first in range(0, len(x), self._tile_rows):
             tile, target = x[first : first + self._tile_rows], out[first : first + self._tile_rows]
             rows = len(tile)
             if rows < self._tile_rows:
                 tile = pad(tile, (0, 0, 0, self._tile_rows - rows))
-            target.add_(linear(linear(tile, a), b)[:rows], alpha=factor)
+            # Two steps: one that multiplies and adds may round differently at the end of a vector.
+            target.add_(linear(linear(tile, a), b)[:rows].mul_(factor))
 
 
 @functools.cache

@@ -25,7 +25,16 @@ from kitelib.fingerprint import encode_fields
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LIBRARY", "OPERATIONS", "RECORD", "Program", "ProgramRecord", "failure_file", "program_folder", "private_folder"]
+__all__ = [
+    "LIBRARY",
+    "OPERATIONS",
+    "RECORD",
+    "Program",
+    "ProgramRecord",
+    "failure_file",
+    "program_folder",
+    "private_folder",
+]
 
 LIBRARY, OPERATIONS, RECORD = "step.so", "step.json", "program.json"
 _FORMAT = 1

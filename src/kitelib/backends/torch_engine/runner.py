@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from kitelib.abc import BlockPayload, SequenceId, StepResult, StepWork
 from kitelib.backends.torch_engine.blocks import BlockTables
+from kitelib.backends.torch_engine.compiled import CompiledDecode, decode_step
+from kitelib.backends.torch_engine.lora import AdapterSet, Segment
 from kitelib.backends.torch_engine.packing import PackedStep, RowPlan, pack
 from kitelib.backends.torch_engine.payloads import PayloadLayout
 from kitelib.backends.torch_engine.plan import StepState, use_step
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["Runner"]
 
 Logits = npt.NDArray[np.float32]
-Compiled = Callable[[PackedStep], "torch.Tensor | None"]
-UseAdapter = Callable[[str | None], AbstractContextManager[Any]]
 
 
 class Runner:
@@ -40,13 +40,14 @@ class Runner:
         kernel: how attention is computed.
         rows: how passes are padded.
         max_sequences: sequences that may be alive, idle ones included.
-        use_adapter: makes the model compute with an adapter while it is entered.
-        compiled: a faster way to compute a decode step; None where it can't.
+        adapters: those of the model.
+        compiled: a faster way to compute a step, where there is one.
 
     Attributes:
         cache: memory of the KV.
         tables: who holds which block.
         layout: form of the payloads.
+        mixes_adapters: a step may have rows of several adapters.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class Runner:
         rows: RowPlan,
         max_sequences: int,
         *,
-        use_adapter: UseAdapter | None = None,
-        compiled: Compiled | None = None,
+        adapters: AdapterSet | None = None,
+        compiled: CompiledDecode | None = None,
     ) -> None:
         self.tables = BlockTables(cache.num_blocks, cache.block_tokens, max_sequences, self._copy_block)
         self.layout = PayloadLayout.of(cache)
@@ -68,7 +69,8 @@ class Runner:
         self._rows = rows
         self._vocab_size = int(forward.model.config.get_text_config().vocab_size)
         self._latent = any(layer.latent for layer in cache.layers)
-        self._use_adapter = use_adapter or (lambda _: nullcontext())
+        self._adapters = adapters
+        self.mixes_adapters = adapters is not None and adapters.mixable
         self._compiled = compiled
         self._transfer = BlockTransfer(cache)
         self._device: Any = "cpu" if cache.arena.device.type == "cpu" else cache.arena.device
@@ -85,7 +87,7 @@ class Runner:
         packed = self.admit(work)
         try:
             with torch.inference_mode():
-                logits = self.run(packed, self.tables[work[0].sequence].adapter)
+                logits = self.run(packed, self.segments(work, packed))
                 rows = [] if logits is None else list(logits[: packed.num_outputs].float().numpy())
         except Exception as error:
             self.take_back(work)
@@ -106,6 +108,8 @@ class Runner:
             raise BackendStepError(
                 f"a step takes 1 to {self._rows.max_rows} tokens, at least one per item; not {total}"
             )
+        if len({item.sequence for item in work}) < len(work):
+            raise BackendStepError("a sequence comes twice in one step; give all its tokens in one item")
         done = []
         try:
             for item in work:
@@ -127,22 +131,32 @@ class Runner:
 
     def _check_adapter(self, adapter: str | None, work: Sequence[StepWork]) -> None:
         first = self.tables[work[0].sequence].adapter
-        if adapter != first:
+        if adapter != first and not self.mixes_adapters:
             raise BackendStepError(f"a step has one adapter; this one has {first!r} and {adapter!r}")
 
     def take_back(self, work: Sequence[StepWork]) -> None:
-        """Undoes `admit`, also for a sequence that came twice."""
-        for item in reversed(work):
+        """Undoes `admit`."""
+        for item in work:
             self.tables.shrink(item.sequence, item.start)
 
-    def run(self, packed: PackedStep, adapter: str | None) -> torch.Tensor | None:
+    def segments(self, work: Sequence[StepWork], packed: PackedStep) -> list[Segment]:
+        """The rows that have an adapter."""
+        found = []
+        for place, item in enumerate(work):
+            adapter = self.tables[item.sequence].adapter
+            if adapter is not None:
+                found.append(Segment(int(packed.row_starts[place]), int(packed.row_starts[place + 1]), adapter))
+        return found
+
+    def run(self, packed: PackedStep, segments: Sequence[Segment]) -> torch.Tensor | None:
         """Logits (outputs, vocabulary) of a step, padding included; None if none are wanted."""
         import torch
 
         state = StepState(packed.plan(self._device, history=self._latent), self.cache, self._kernel)
-        with use_step(state), self._use_adapter(adapter):
-            if self._compiled is not None and adapter is None and packed.is_decode:
-                logits = self._compiled(packed)
+        adapters = self._adapters if segments else None
+        with use_step(state), nullcontext() if adapters is None else adapters.use(segments, packed.num_rows):
+            if self._compiled is not None and adapters is None:
+                logits = decode_step(self._compiled, packed)
                 if logits is not None:
                     return logits
             ids = torch.from_numpy(packed.ids)[None].to(self._device)

@@ -64,7 +64,7 @@ class CudaLane:
         import torch
 
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def host_bytes(self, num_bytes: int) -> torch.Tensor:
         import torch
@@ -87,7 +87,7 @@ class CudaLane:
     def mark(self) -> Any:
         import torch
 
-        event = torch.cuda.Event(blocking=True)
+        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 
@@ -139,7 +139,7 @@ class StagedTransfer:
         pages = [cache.keys(layer) for layer in range(self._num_layers)]
         pages += [cache.values(layer) for layer in range(self._num_layers)]
         item_bytes = cache.arena.element_size()
-        self._all = PageMover(pages)
+        self._all = _mover(pages)
         starts = [0, *itertools.accumulate(width * item_bytes for width in cache.widths)]
         self._groups = list(self._make_groups(pages, starts))
         self._marks: list[Any] = [None] * self._num_layers
@@ -151,7 +151,7 @@ class StagedTransfer:
             keys = slice(layers.start, layers.stop)
             values = slice(layers.start + self._num_layers, layers.stop + self._num_layers)
             spans = tuple((starts[part.start], starts[part.stop]) for part in (keys, values))
-            yield _Group(layers, PageMover(pages[keys] + pages[values]), spans)
+            yield _Group(layers, _mover(pages[keys] + pages[values]), spans)
 
     def export(self, blocks: Sequence[int], num_tokens: Sequence[int]) -> list[Bytes]:
         """See `BlockTransfer.export`. While one buffer is on its way, the one before is emptied."""
@@ -243,7 +243,8 @@ class StagedTransfer:
 
     def _chunks(self, sizes: Sequence[int]) -> Iterator[list[int]]:
         """Indices of neighbours that fill a slot together."""
-        chunk, total = [], 0
+        chunk: list[int] = []
+        total = 0
         for index, size in enumerate(sizes):
             if chunk and total + size > self._slot_bytes:
                 yield chunk
@@ -254,7 +255,13 @@ class StagedTransfer:
             yield chunk
 
 
-def _merged(table: Iterable[tuple[int, int, int, int, int]], token_bytes: int) -> Iterator[tuple[int, int, int, int, int]]:
+def _mover(pages: list[torch.Tensor]) -> PageMover:
+    return PageMover([page for page in pages if page.numel()])  # a layer may keep keys only
+
+
+def _merged(
+    table: Iterable[tuple[int, int, int, int, int]], token_bytes: int
+) -> Iterator[tuple[int, int, int, int, int]]:
     """Packed items that follow each other on both sides, as one."""
     held: tuple[int, int, int, int, int] | None = None
     for row in table:

@@ -30,7 +30,7 @@ _SETTINGS = {
     "KMP_BLOCKTIME": ("0", ("KMP_BLOCKTIME", "KMP_LIBRARY", "OMP_WAIT_POLICY")),
 }
 _lock = threading.Lock()
-_loaded_by_us = False
+_loaded_by_us = threading.Event()
 
 
 def prepare_torch(threads: int) -> str | None:
@@ -48,18 +48,17 @@ def prepare_torch(threads: int) -> str | None:
     Raises:
         ModuleNotFoundError: torch is not installed.
     """
-    global _loaded_by_us
     with _lock:
         if "torch" not in sys.modules:
             with _spin_settings():
                 torch: Any = importlib.import_module("torch")
                 torch.set_num_threads(threads)
                 _start_workers(torch)
-            _loaded_by_us = True
+            _loaded_by_us.set()
         torch = importlib.import_module("torch")
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-    if _loaded_by_us or threads == 1 or _user_decided():
+    if _loaded_by_us.is_set() or threads == 1 or _user_decided():
         return None
     return (
         "torch was imported before the engine was opened, so its OpenMP threads spin while they wait; beside other busy "

@@ -127,7 +127,7 @@ class BlockTransfer:
 
     def _head(self, block: int, tokens: int) -> Bytes:
         """The first tokens of a block."""
-        row = self._rows[block]
+        row: Bytes = self._rows[block]
         if self._uniform:
             return row.reshape(len(self._widths), -1)[:, : tokens * self._widths[0]].flatten()
         return np.concatenate(
@@ -152,7 +152,9 @@ class BlockTransfer:
     def _page_layout(self, item_bytes: int) -> PageLayout:
         base, stride = self._rows.ctypes.data, self._rows.strides[0]
         segments = [
-            Segment(base + start, stride, width) for start, width in zip(self._starts(), self._widths, strict=True)
+            Segment(base + start, stride, width)
+            for start, width in zip(self._starts(), self._widths, strict=True)
+            if width  # a layer may keep keys only
         ]
         return PageLayout(segments, self._num_blocks, self._block_tokens, item_bytes, 0, FORMS["raw"])
 
@@ -170,6 +172,4 @@ class BlockTransfer:
         items["block"], items["tokens"] = blocks, num_tokens
         items["packed"] = [payload.ctypes.data for payload in payloads]
         items["packed_bytes"] = [payload.size for payload in payloads]
-        self._library.move(
-            self._layout, items, unpack=unpack, runner=parallel_function(), threads=self._threads()
-        )
+        self._library.move(self._layout, items, unpack=unpack, runner=parallel_function(), threads=self._threads())

@@ -173,14 +173,15 @@ def test_rows_of_one_step_have_their_own_adapters(mixed: Callable[..., Any]) -> 
     assert not torch.equal(found[20:37], mixed(x, "a")[0, 20:37])
 
 
-def test_what_is_added_to_a_row_depends_on_no_other_row(tmp_path: Path, llama: Any) -> None:
+def test_what_is_added_to_a_row_depends_on_no_other_row(tmp_path: Path) -> None:
     """The base product may depend on the number of rows, so it is taken away: zero weights."""
     from kitelib.backends.torch_engine.lora import Segment
 
-    write_adapter(tmp_path / "a", llama, r=5)
-    adapters = adapters_of(llama, {"a": tmp_path / "a"}, tmp_path / "cache")
-    linear = llama.model.layers[1].self_attn.v_proj
-    saved, linear.weight.data = linear.weight.data, torch.zeros_like(linear.weight.data)
+    model = small_model("llama", intermediate_size=101)
+    write_adapter(tmp_path / "a", model, r=5, lora_alpha=3, target_modules=["up_proj"])
+    adapters = adapters_of(model, {"a": tmp_path / "a"}, tmp_path / "cache")
+    linear = model.model.layers[1].mlp.up_proj
+    linear.weight.data.zero_()
     x = torch.randn((1, 70, 64), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         with adapters.use("a"):
@@ -191,7 +192,6 @@ def test_what_is_added_to_a_row_depends_on_no_other_row(tmp_path: Path, llama: A
             part = linear(x)[0]
             assert torch.equal(part[3:5], whole[3:5])
             assert torch.equal(part[9:60], whole[9:60])
-    linear.weight.data = saved
     adapters.close()
 
 
@@ -288,15 +288,16 @@ def test_content_from_elsewhere_needs_no_folder(tmp_path: Path, llama: Any) -> N
     first = adapters_of(llama, {"a": tmp_path / "a"}, tmp_path / "cache")
     with first.use("a"):
         expected = logits(llama)
-    (content,) = first.take_unsaved().values()
-    assert first.take_unsaved() == {}
+    (content,) = first.take_contents().values()
+    assert first.take_contents() == {}
     first.close()
     config = AdapterConfig(str(tmp_path / "gone"), digest=content.digest.hex().upper())
     second = adapters_of(llama, {"b": config}, tmp_path / "cache", contents={"b": content})
     with second.use("b"):
         assert torch.equal(logits(llama), expected)
     assert second.states == {"b": first.states["a"]}
-    assert second.take_unsaved() == {}
+    assert second.take_contents() == {"b": content}
+    assert second.largest_content_bytes == len(content.weights)
     second.close()
     with pytest.raises(ModelNotFoundError, match="the pool does not have its content"):
         adapters_of(llama, {"b": config}, tmp_path / "cache")
@@ -361,7 +362,20 @@ def test_half_precision_model_gets_its_own_type(tmp_path: Path, llama: Any) -> N
 def test_memory_counts_ranks_in_steps_of_sixteen(tmp_path: Path, llama: Any) -> None:
     write_adapter(tmp_path / "a", llama, r=4, target_modules=["q_proj"])
     done: list[float] = []
-    adapters = adapters_of(llama, {"a": tmp_path / "a"}, tmp_path / "cache", progress=done.append)
+    adapters = adapters_of(llama, {"a": tmp_path / "a"}, tmp_path / "cache", progress=lambda _, part: done.append(part))
     assert adapters.num_bytes == 2 * 4 * (16 * 64 + 64 * 16)
     assert done == [1.0]
+    adapters.close()
+
+
+def test_packed_linears_are_adapted_like_plain_ones(tmp_path: Path) -> None:
+    from kitelib.backends.torch_engine.linear import pack_linears
+
+    model = small_model("llama", hidden_size=128)
+    reference = write_adapter(tmp_path / "a", model, target_modules=ALL)
+    if not pack_linears(model).modules:
+        pytest.skip("this torch has no oneDNN")
+    adapters = adapters_of(model, {"a": tmp_path / "a"}, tmp_path / "cache")
+    with adapters.use("a"):
+        torch.testing.assert_close(logits(model), logits(reference), rtol=1e-5, atol=2e-5)
     adapters.close()

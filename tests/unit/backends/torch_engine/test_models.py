@@ -54,9 +54,7 @@ def tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_model_has_the_weights_and_buffers_of_the_reference(
-    hf_model: Callable[..., Path], architecture: str
-) -> None:
+def test_a_model_has_the_weights_and_buffers_of_the_reference(hf_model: Callable[..., Path], architecture: str) -> None:
     """Nothing stays on the meta device, and every parameter and buffer is bit for bit that of plain transformers."""
     folder = hf_model(architecture)
     built = tensors(build_model(inspect_model(folder), torch.float32, "cpu"))
@@ -73,7 +71,9 @@ def test_shards_give_the_same_model(hf_model: Callable[..., Path], architecture:
     assert len(facts.files) > 3
     assert [file.name for file in facts.files] == sorted(file.name for file in facts.files)
     whole = tensors(build_model(inspect_model(hf_model(architecture)), torch.float32, "cpu"))
-    assert all(torch.equal(each, whole[name]) for name, each in tensors(build_model(facts, torch.float32, "cpu")).items())
+    assert all(
+        torch.equal(each, whole[name]) for name, each in tensors(build_model(facts, torch.float32, "cpu")).items()
+    )
 
 
 def test_the_model_is_ready_to_serve(hf_model: Callable[..., Path]) -> None:
@@ -297,7 +297,9 @@ def test_nothing_there(tmp_path: Path) -> None:
         inspect_model(tmp_path / "org" / "model")
 
 
-def test_loading_is_silent_and_leaves_no_trace(hf_model: Callable[..., Path], capfd: pytest.CaptureFixture[str]) -> None:
+def test_loading_is_silent_and_leaves_no_trace(
+    hf_model: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
     """No progress bars or reports, and transformers' switches are as before."""
     from transformers.utils import logging
 
@@ -305,3 +307,10 @@ def test_loading_is_silent_and_leaves_no_trace(hf_model: Callable[..., Path], ca
     build_model(inspect_model(hf_model("mixtral")), torch.float32, "cpu")
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+def test_experts_are_multiplied_as_asked(hf_model: Callable[..., Path], experts: str) -> None:
+    """The choice reaches the modules, where it decides about the order of sums."""
+    model = build_model(inspect_model(hf_model("mixtral")), torch.float32, "cpu", experts=experts)
+    assert {each.config._experts_implementation for each in model.modules() if hasattr(each, "config")} == {experts}

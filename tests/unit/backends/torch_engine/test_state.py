@@ -48,7 +48,7 @@ def test_the_same_model_has_the_same_state() -> None:
         {"config": {**CONFIG, "text_config": {"head_dim": 16}}},
         {"config": {**CONFIG, "something_new": True}},
     ],
-    ids=lambda changed: "-".join(changed),
+    ids="-".join,
 )
 def test_whatever_shapes_numbers_counts(changed: dict[str, Any]) -> None:
     """Other weights, types or settings are another model; so is a setting that nobody knows yet."""

@@ -93,14 +93,20 @@ def test_chats_are_those_of_llama_cpp(tokenizer: FolderTokenizer, llama: GGUFMod
         tokenizer.render_chat([{"content": "?"}])
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> FolderTokenizer:
+    """A vocabulary with all 256 bytes; that of SmolLM2 lacks some that no text of its training had."""
+    folder = tmp_path_factory.mktemp("small")
+    write_tokenizer(folder)
+    return FolderTokenizer(folder)
+
+
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(max_size=60))
-def test_no_byte_is_lost(folder: FolderTokenizer, text: str) -> None:
+def test_no_byte_is_lost(small: FolderTokenizer, text: str) -> None:
     """Tokens of a plain text, joined one by one, are its UTF-8 bytes."""
-    if "<" in text:
-        text = text.replace("<", "")
-    tokens = folder.tokenize(text, add_special=False)
-    assert b"".join(map(folder.token_bytes, tokens)) == folder.detokenize(tokens) == text.encode()
+    tokens = small.tokenize(text, add_special=False)
+    assert b"".join(map(small.token_bytes, tokens)) == small.detokenize(tokens) == text.encode()
 
 
 def test_parts_of_characters(folder: FolderTokenizer) -> None:

@@ -45,7 +45,7 @@ class _Work(threading.local):
 class _Step:
     """What stays the same for the layers of a pass: the arguments that come from its plan, and the work items."""
 
-    __slots__ = ("call", "items", "layout", "pointer", "rows_per_item", "shared")
+    __slots__ = ("alike", "call", "items", "layout", "pointer", "rows_per_item", "shared")
 
     def __init__(self, plan: StepPlan, kernel: int, run: int | None, threads: int) -> None:
         self.call = call = AttentionCall()
@@ -61,6 +61,8 @@ class _Step:
         call.table_width = tables.stride(0)
         call.rows, call.num_sequences = plan.num_rows, plan.num_sequences
         call.kernel, call.run, call.threads = kernel, run, threads
+        # A thread that does all KV heads of a sequence reads memory in one go, if there are enough sequences for that.
+        self.alike = plan.max_rows <= 1 and plan.max_context * 4 * threads <= int(plan.contexts.sum())
 
     def cut(self, plan: StepPlan, rows: int) -> None:
         """Makes items of up to so many rows, those with most work first."""
@@ -170,7 +172,7 @@ class NativeAttention:
         call.key_dim, call.value_dim, call.kind = key_dim, value_dim, self._kinds[dtype]
         rows_per_item = max(1, _ITEM_LINES * kv_heads // max(1, query_heads))
         step.cut(plan, min(rows_per_item, max(1, plan.max_rows)))
-        call.item_heads = kv_heads if plan.max_rows <= 1 and plan.num_sequences >= 4 * call.threads else 1
+        call.item_heads = kv_heads if step.alike else 1
         shared = (query_heads, kv_heads, key_dim, value_dim)
         if shared != step.shared:
             needed = self._library.attend_scratch(step.pointer) * call.threads

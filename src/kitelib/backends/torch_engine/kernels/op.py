@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["register_ops"]
 
-_SCHEMA = (
-    "attend(Tensor query, Tensor key, Tensor value, int layer, float scale, int window, float softcap) -> Tensor"
-)
+_SCHEMA = "attend(Tensor query, Tensor key, Tensor value, int layer, float scale, int window, float softcap) -> Tensor"
 
 
 @functools.lru_cache(maxsize=1)
@@ -23,7 +21,8 @@ def register_ops() -> Any:
     """Makes torch know the operation; once per process. Returns what keeps it registered."""
     import torch
 
-    library = torch.library.Library("kitelib", "FRAGMENT")
+    make: Any = torch.library.Library  # torch doesn't say what its constructor takes
+    library = make("kitelib", "FRAGMENT")
     library.define(_SCHEMA)
     library.impl("attend", _attend, "CPU")
     library.impl("attend", _attend, "CUDA")

@@ -23,7 +23,7 @@ Part of what the bits of a result depend on, so it is no option.
 """
 
 _LOG2_E = 1.0 / math.log(2.0)
-_PARTIAL_LIMIT_BYTES = 256 << 20
+_PARTIAL_LIMIT_BYTES = 128 << 20
 _MOST_SPANS = 64
 
 Mode = Literal["whole", "combine", "partial"]
@@ -144,7 +144,7 @@ class TritonAttention:
 
     Nothing here waits for the device, and grids depend on the plan's sizes only (rows, length of `contexts`,
     max_rows, max_context), so passes can be captured in CUDA graphs. A captured plan's `max_rows` and `max_context`
-    must be the largest of any replay.
+    must be the largest of any replay. Passes must follow each other, as on one stream: they share memory.
 
     Args:
         block_tokens: tokens of a block of the cache, a power of two.
@@ -178,6 +178,8 @@ class TritonAttention:
         self._max_context = max_context
         self._num_sms = num_sms
         self._architecture = architecture
+        # One for all passes, which follow each other. Outgrown ones stay, as captured graphs may use them.
+        self._scratch: list[torch.Tensor] = []
 
     def attend(
         self,
@@ -234,14 +236,17 @@ class TritonAttention:
             num_spans = -(-positions // FIXED_SPAN) + 1
             heads = shape.kv_heads * shape.group
             scratch_bytes = plan.num_rows * heads * num_spans * (shape.value_dim + 2) * 4
-            split = units < 8 * self._num_sms and scratch_bytes <= _PARTIAL_LIMIT_BYTES and positions > FIXED_SPAN
+            # Few rows have little to write and read again; many fill the device by themselves.
+            enough = (8 if single else 2) * self._num_sms
+            split = units < enough and scratch_bytes <= _PARTIAL_LIMIT_BYTES and positions > FIXED_SPAN
             # Programs beyond a few per multiprocessor would mostly start to find nothing to do.
             programs = min(num_spans, max(1, -(-16 * self._num_sms // units))) if split else 1
             return _Launch(tile, group_tile, "partial" if split else "combine", tiles, head_tiles, programs, num_spans)
-        # Decoding: many short programs per multiprocessor, so that none is left with one long one at the end.
-        wanted = (16 if single else 2) * self._num_sms
+        # Many short programs per multiprocessor, so that none is left with one long one at the end. A tile of prefill
+        # has much to write and read again, so it is only split where tiles alone leave multiprocessors idle.
+        wanted = (16 if single else 4) * self._num_sms
         spans = min(-(-wanted // units), -(-positions // FIXED_SPAN), _MOST_SPANS)
-        if spans <= 1 or (not single and units >= self._num_sms):
+        if spans <= 1 or (not single and units >= 2 * self._num_sms):
             return _Launch(tile, group_tile, "whole", tiles, head_tiles, 1, 1)
         return _Launch(tile, group_tile, "partial", tiles, head_tiles, spans, spans)
 
@@ -315,7 +320,7 @@ class TritonAttention:
         sequences = plan.contexts.shape[0]
         single = plan.max_rows == 1
         fixed_span = FIXED_SPAN if self.row_invariant else 0
-        partial, stats = _partials(out, plan, launch)
+        partial, stats = self._partials(out, launch)
         triton_kernels.attend[launch.tiles, launch.head_tiles, launch.programs](
             query,
             key_pages,
@@ -373,6 +378,19 @@ class TritonAttention:
             **self._options(),
         )
 
+    def _partials(self, out: torch.Tensor, launch: _Launch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for the spans' results; `out` twice where none is needed."""
+        import torch
+
+        if launch.mode != "partial":
+            return out, out
+        size = out.shape[0] * out.shape[1] * launch.num_spans
+        wanted = size * (out.shape[2] + 2)
+        if not self._scratch or self._scratch[-1].numel() < wanted or self._scratch[-1].device != out.device:
+            self._scratch.append(torch.empty(_power_of_two(wanted), dtype=torch.float32, device=out.device))
+        scratch = self._scratch[-1]
+        return scratch[: size * out.shape[2]], scratch[size * out.shape[2] : wanted]
+
 
 def attend_constants(
     shape: Shape, block_tokens: int, mode: Mode, *, single: bool, fixed_span: int
@@ -392,22 +410,3 @@ def attend_constants(
         "mode": mode,
         "fixed_span": fixed_span,
     }
-
-
-def _partials(out: torch.Tensor, plan: StepPlan, launch: _Launch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the spans' results, shared by the layers of a pass; `out` twice where none is needed."""
-    import torch
-
-    if launch.mode != "partial":
-        return out, out
-    if not isinstance(plan.scratch, dict):
-        plan.scratch = {}
-    size = out.shape[0] * out.shape[1] * launch.num_spans
-    key = (size, out.shape[2])
-    if key not in plan.scratch:
-        plan.scratch[key] = (
-            torch.empty(size * out.shape[2], dtype=torch.float32, device=out.device),
-            torch.empty(2 * size, dtype=torch.float32, device=out.device),
-        )
-    partials: tuple[torch.Tensor, torch.Tensor] = plan.scratch[key]
-    return partials

@@ -120,6 +120,24 @@ def _tile(row_starts, num_sequences, single: tl.constexpr, tile_rows: tl.constex
 
 
 @triton.jit
+def _members(group: tl.constexpr, group_tile: tl.constexpr, tile_m: tl.constexpr):
+    """KV head of the program's tile; query head and index of the row of each member, and whether it is used."""
+    groups: tl.constexpr = (group + group_tile - 1) // group_tile
+    kv_head = tl.program_id(1) // groups
+    member = tl.arange(0, tile_m)
+    in_group = tl.program_id(1) % groups * group_tile + member % group_tile
+    tile_index = member // group_tile
+    used = (tile_index < tile_m // group_tile) & (in_group < group)
+    return kv_head, kv_head * group + in_group, tile_index, used
+
+
+@triton.jit
+def _quotient(acc, total):
+    """The weighted mean of the values; 0 for members of a tile that are no rows and saw nothing."""
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
+
+
+@triton.jit
 def _spans(
     context, num_rows, window, num_spans, windowed: tl.constexpr, fixed_span: tl.constexpr, tile_n: tl.constexpr
 ):
@@ -228,7 +246,7 @@ def _walk(
     return maximum, total, acc
 
 
-@triton.jit(do_not_specialize=["num_sequences", "table_stride", "num_spans"])
+@triton.jit(do_not_specialize=["num_rows", "num_sequences", "table_stride", "num_spans"])
 def attend(
     query,
     key_pages,
@@ -297,14 +315,9 @@ def attend(
     if mode != "whole" and first_span > last_span:
         return
 
-    groups: tl.constexpr = (group + group_tile - 1) // group_tile
-    kv_head = tl.program_id(1) // groups
-    member = tl.arange(0, tile_m)
-    in_group = tl.program_id(1) % groups * group_tile + member % group_tile
-    head = kv_head * group + in_group
-    tile_index = member // group_tile
+    kv_head, head, tile_index, in_tile = _members(group, group_tile, tile_m)
     row = (row_start + tile_row + tile_index).to(tl.int64)
-    real = (tile_index < tile_rows) & (tile_row + tile_index < sequence_rows) & (in_group < group)
+    real = in_tile & (tile_row + tile_index < sequence_rows)
     real = real & (tl.load(slots + row, real, other=-1) >= 0)
     positions = low_position + tile_index
 
@@ -354,7 +367,7 @@ def attend(
             else:
                 maximum, total, acc = _merge(maximum, total, acc, maximum0, total0, acc0)
     if mode != "partial":
-        result = (acc / total[:, None]).to(out.dtype.element_ty)
+        result = _quotient(acc, total).to(out.dtype.element_ty)
         tl.store(out + out_row[:, None] * value_dim + value_channel, result, stored)
 
 
@@ -369,7 +382,7 @@ def _load_span(partial, partial_stats, stats_size, at, span, limits, channel, va
     return maximum, total, acc
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_spans"])
+@triton.jit(do_not_specialize=["num_rows", "num_sequences", "num_spans"])
 def reduce(
     out,
     partial,
@@ -423,6 +436,6 @@ def reduce(
         maximum, total, acc = _merge(maximum, total, acc, m1, t1, a1)
         maximum, total, acc = _merge(maximum, total, acc, m2, t2, a2)
         maximum, total, acc = _merge(maximum, total, acc, m3, t3, a3)
-    result = (acc / total[:, None]).to(out.dtype.element_ty)
+    result = _quotient(acc, total).to(out.dtype.element_ty)
     out_at = out + (row.to(tl.int64) * num_heads + head)[:, None] * value_dim + channel
     tl.store(out_at, result, (head < num_heads)[:, None] & (channel < value_dim))

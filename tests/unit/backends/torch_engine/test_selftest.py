@@ -1,0 +1,120 @@
+"""The self-test finds the row numbers under which nothing depends on company, with runners whose flaws are known."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kitelib.abc import StepResult, StepWork
+from kitelib.backends.torch_engine.blocks import BlockTables
+from kitelib.backends.torch_engine.packing import RowPlan
+from kitelib.backends.torch_engine.selftest import CUDA_PLANS, PLANS, TEST_TOKENS, find_plan
+from kitelib.errors import BackendStepError
+
+Way = Callable[[int, int, str | None], Any]
+"""Rows of the pass, rows with logits, adapter -> the way of summing that a matrix library takes."""
+
+
+class FakeRunner:
+    """KV and logits are digests of a sequence's own tokens and of the way of summing in which each was computed."""
+
+    def __init__(self, plan: RowPlan, way: Way) -> None:
+        self.tables = BlockTables(TEST_TOKENS // 4 + 100, 4, 100, lambda source, target: None)
+        self._plan = plan
+        self._way = way
+        self._kv: dict[int, list[bytes]] = {}
+
+    def step(self, work: Sequence[StepWork]) -> StepResult:
+        total = sum(len(item.token_ids) for item in work)
+        assert total <= self._plan.max_rows
+        outputs = sum(item.logits for item in work)
+        logits: list[Any] = []
+        for item in work:
+            table = self.tables[item.sequence]
+            assert item.start == table.num_tokens
+            self.tables.extend(item.sequence, len(item.token_ids))
+            kv = self._kv.setdefault(int(item.sequence), [])
+            del kv[item.start :]
+            way = self._way(self._plan.padded(total), outputs, table.adapter)
+            for token in item.token_ids:
+                past = b"".join(kv[-1:])
+                kv.append(hashlib.sha256(past + repr((token, way)).encode()).digest())
+            logits.append(np.frombuffer(kv[-1], np.uint8).astype(np.float32) if item.logits else None)
+        return StepResult(logits)
+
+    def export(self, sequence: Any, first: int, count: int, end: int | None) -> list[Any]:
+        return [SimpleNamespace(data=np.frombuffer(b"".join(self._kv[int(sequence)]), np.uint8))]
+
+
+def found(way: Way, groups: Any = PLANS, adapters: Sequence[str] = ()) -> RowPlan | None:
+    return find_plan(lambda plan: FakeRunner(plan, way), groups, 1000, 16, adapters)  # type: ignore[arg-type,return-value]
+
+
+def test_sound_kernels_need_no_padding() -> None:
+    assert found(lambda rows, outputs, adapter: 0) == RowPlan(1, 256)
+    assert found(lambda rows, outputs, adapter: 0, CUDA_PLANS) == CUDA_PLANS[0][0]
+
+
+@pytest.mark.parametrize(("least", "plan"), [(2, RowPlan(2, 256)), (3, RowPlan(4, 256)), (16, RowPlan(16, 256))])
+def test_few_rows_are_padded_to_where_kernels_agree(least: int, plan: RowPlan) -> None:
+    assert found(lambda rows, outputs, adapter: rows >= least) == plan
+
+
+def test_kernels_that_change_in_the_middle_are_kept_on_one_side() -> None:
+    """Both sides hold; which one is cheaper is measured."""
+    assert found(lambda rows, outputs, adapter: rows > 32) in (RowPlan(64, 256, 16), RowPlan(1, 32))
+    assert found(lambda rows, outputs, adapter: (rows > 32, rows > 128)) in (RowPlan(64, 128, 16), RowPlan(1, 32))
+
+
+def test_if_every_number_of_rows_is_another_kernel_one_number_is_left() -> None:
+    assert found(lambda rows, outputs, adapter: rows) in (RowPlan(64, 64, 64), RowPlan(16, 16, 16))
+    assert found(lambda rows, outputs, adapter: rows, CUDA_PLANS) == CUDA_PLANS[0][0]
+
+
+def test_odd_numbers_of_rows_are_noticed() -> None:
+    assert found(lambda rows, outputs, adapter: rows % 16 == 0) == RowPlan(64, 256, 16)
+
+
+def test_bits_that_hang_on_the_number_of_logits_hold_nowhere() -> None:
+    assert found(lambda rows, outputs, adapter: outputs > 2) is None
+
+
+def test_bits_that_change_by_themselves_hold_nowhere() -> None:
+    calls = iter(range(10**6))
+    assert found(lambda rows, outputs, adapter: next(calls)) is None
+
+
+def test_each_adapter_has_to_hold_too() -> None:
+    def way(rows: int, outputs: int, adapter: str | None) -> Any:
+        return adapter == "tone" and rows < 4
+
+    assert found(way) == RowPlan(1, 256)
+    assert found(way, adapters=["other"]) == RowPlan(1, 256)
+    assert found(way, adapters=["other", "tone"]) == RowPlan(4, 256)
+
+
+def test_steps_that_fail_prove_nothing() -> None:
+    def way(rows: int, outputs: int, adapter: str | None) -> Any:
+        if rows > 32:
+            raise BackendStepError("no memory for so many rows")
+        return 0
+
+    assert found(way) == RowPlan(1, 32)
+
+
+def test_nothing_stays_in_the_cache() -> None:
+    runners = []
+
+    def make(plan: RowPlan) -> Any:
+        runners.append(FakeRunner(plan, lambda rows, outputs, adapter: rows >= 4))
+        return runners[-1]
+
+    assert find_plan(make, PLANS, 1000, 16) == RowPlan(4, 256)
+    assert len(runners) == 3
+    # What a plan that fails left behind goes with its runner.
+    assert runners[-1].tables.free_blocks == runners[-1].tables.num_blocks
