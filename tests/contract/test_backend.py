@@ -1,4 +1,4 @@
-"""The llama.cpp backend keeps the contract, for every kind of model; and the check finds each way to break it."""
+"""Both backends keep the contract, for every kind of model; and the check finds each way to break it."""
 
 from __future__ import annotations
 
@@ -10,32 +10,43 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kitelib.backends.llama_cpp.backend import LlamaCppBackend, LlamaCppOptions
 from kitelib.errors import BackendError, BackendStepError
 from kitelib.testing import check_backend
+from tests.support.backends import BackendKit
+from tests.support.hf_folders import ARCHITECTURES
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LlamaCppBackend]:
+def load(kit: BackendKit, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     folder = tmp_path_factory.mktemp("cache")
-
-    def load_with(path: Path, **changes: Any) -> LlamaCppBackend:
-        options = LlamaCppOptions(n_ctx=512, kv_tokens=512, threads=1, max_sequences=4, cache_dir=folder)
-        return LlamaCppBackend.load(path, dataclasses.replace(options, **changes))
-
-    return load_with
+    options = {"n_ctx": 512, "kv_tokens": 512, "max_sequences": 4, "cache_dir": folder}
+    return lambda path, **changes: kit.load(path, **{**options, **changes})
 
 
+@pytest.mark.parametrize("kit", ["llama_cpp"], indirect=True)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "phi3", "gemma3", "mamba", "lfm2"])
 @pytest.mark.parametrize("numerics", ["bitwise", "standard"])
-def test_small_models(tiny_model: Callable[..., Path], load: Any, architecture: str, numerics: str) -> None:
+def test_small_files(tiny_model: Callable[..., Path], load: Any, architecture: str, numerics: str) -> None:
     check_backend(lambda: load(tiny_model(architecture), numerics=numerics))
+
+
+@pytest.mark.parametrize("kit", ["torch"], indirect=True)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("numerics", ["bitwise", "standard"])
+def test_small_folders(hf_model: Callable[..., Path], load: Any, architecture: str, numerics: str) -> None:
+    check_backend(lambda: load(hf_model(architecture), numerics=numerics))
+
+
+@pytest.mark.parametrize("kit", ["torch"], indirect=True)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_folders_of_other_types(hf_model: Callable[..., Path], load: Any, dtype: str) -> None:
+    check_backend(lambda: load(hf_model("llama", dtype=dtype)))
 
 
 class Broken:
     """Passes everything on to a sound backend; subclasses break one thing."""
 
-    def __init__(self, inner: LlamaCppBackend) -> None:
+    def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.info = inner.info
 
@@ -45,7 +56,8 @@ class Broken:
 
 class OneLayoutForAll(Broken):
     def restore_blocks(self, sequence, first, payloads):
-        layout = self.inner._context.layout.layout_id
+        torch = hasattr(self.inner, "runner")
+        layout = self.inner.runner.layout.id if torch else self.inner._context.layout.layout_id
         self.inner.restore_blocks(sequence, first, [dataclasses.replace(each, layout=layout) for each in payloads])
 
 
@@ -134,8 +146,12 @@ class AlwaysGivesLogits(Broken):
 
 class StartsAnywhere(Broken):
     def step(self, work):
-        context = self.inner._context
-        return self.inner.step([dataclasses.replace(item, start=context.num_tokens(item.sequence)) for item in work])
+        return self.inner.step([dataclasses.replace(item, start=self._held(item.sequence)) for item in work])
+
+    def _held(self, sequence):
+        if hasattr(self.inner, "runner"):
+            return self.inner.runner.tables[sequence].num_tokens
+        return self.inner._context.num_tokens(sequence)
 
 
 class StepsBeforeItFails(Broken):
@@ -203,16 +219,14 @@ class AbstractOnly(Broken):
         (AbstractOnly, "all methods"),
     ],
 )
-def test_each_broken_promise_is_found(
-    tiny_model: Callable[..., Path], load: Any, kind: type[Broken], promise: str
-) -> None:
+def test_each_broken_promise_is_found(kit: BackendKit, load: Any, kind: type[Broken], promise: str) -> None:
     with pytest.raises((AssertionError, BackendStepError), match=promise) as caught:
-        check_backend(lambda: kind(load(tiny_model("llama"))))  # type: ignore[arg-type,return-value]
+        check_backend(lambda: kind(load(kit.small())))  # type: ignore[arg-type,return-value]
     assert caught.type is AssertionError
 
 
-def test_the_backend_is_closed_even_if_a_promise_is_broken(tiny_model: Callable[..., Path], load: Any) -> None:
-    backend = load(tiny_model("llama"))
+def test_the_backend_is_closed_even_if_a_promise_is_broken(kit: BackendKit, load: Any) -> None:
+    backend = load(kit.small())
     with pytest.raises(AssertionError):
         check_backend(lambda: NeverFull(backend))  # type: ignore[arg-type,return-value]
-    assert backend._context._handle is None
+    assert (backend._runner if kit.name == "torch" else backend._context._handle) is None

@@ -1,4 +1,7 @@
-"""Engines that the tests of this folder compare; one thread, small contexts, nothing outside temporary folders."""
+"""Engines that the tests of this folder compare; one thread, small contexts, nothing outside temporary folders.
+
+Everything that uses `model` or `cold_engine` runs on each backend.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 import pytest
 
 from kitelib import KiteEngine
+from tests.support.backends import BackendKit
 
 
 @pytest.fixture(scope="session")
@@ -27,8 +31,14 @@ def open_engine(kite_cache: Path) -> Callable[..., Any]:
     return open_with
 
 
+@pytest.fixture(scope="session")
+def model(kit: BackendKit) -> Path:
+    """SmolLM2, or what `BackendKit.text` has in its place."""
+    return kit.text()
+
+
 @pytest.fixture(scope="module")
-async def cold_engine(smollm2_path: Path, open_engine: Callable[..., Any]) -> AsyncIterator[KiteEngine]:
+async def cold_engine(model: Path, open_engine: Callable[..., Any]) -> AsyncIterator[KiteEngine]:
     """The reference: a request at a time, always with reuse off."""
-    async with open_engine(smollm2_path, n_ctx=1024, kv_tokens=1024) as engine:
+    async with open_engine(model, n_ctx=1024, kv_tokens=1024) as engine:
         yield engine

@@ -12,6 +12,7 @@ import pytest
 
 from kitelib import KiteEngine, PoolConfig, ReusePolicy
 from tests.support.answers import REUSE_OFF, answer, cold_answer, prompt_of
+from tests.support.backends import BackendKit
 
 Options = Mapping[str, Any]
 Case = tuple[list[int], Options, list[Mapping[str, Any]]]
@@ -82,8 +83,8 @@ def check_nothing_is_left(engine: KiteEngine) -> None:
     assert [stats[name] for name in ("queued", "running", "open_requests", "blocks_used")] == [0, 0, 0, 0]
 
 
-async def test_together_as_alone(smollm2_path: Path, open_engine: Callable[..., Any], cases: list[Case]) -> None:
-    async with open_engine(smollm2_path, n_ctx=512, kv_tokens=2048) as engine:
+async def test_together_as_alone(model: Path, open_engine: Callable[..., Any], cases: list[Case]) -> None:
+    async with open_engine(model, n_ctx=512, kv_tokens=2048) as engine:
         await ask_all(engine, cases, seed=0)
         await engine.flush()
         first = engine.stats()
@@ -97,11 +98,11 @@ async def test_together_as_alone(smollm2_path: Path, open_engine: Callable[..., 
 
 @pytest.mark.parametrize("memory_bytes", [None, 3 * 2**20], ids=["pool", "tiny pool"])
 async def test_preempted_requests_end_as_alone(
-    smollm2_path: Path, open_engine: Callable[..., Any], cases: list[Case], memory_bytes: int | None
+    model: Path, open_engine: Callable[..., Any], cases: list[Case], memory_bytes: int | None
 ) -> None:
     """Memory for a few requests only: they push each other out in the middle of prompts and answers."""
     pool = PoolConfig(memory_bytes=memory_bytes)
-    async with open_engine(smollm2_path, n_ctx=192, kv_tokens=192, pool=pool) as engine:
+    async with open_engine(model, n_ctx=192, kv_tokens=192, pool=pool) as engine:
         await ask_all(engine, cases, seed=3)
         stats = engine.stats()
         assert stats["preemptions"] > 0
@@ -110,13 +111,11 @@ async def test_preempted_requests_end_as_alone(
         check_nothing_is_left(engine)
 
 
-async def test_requests_without_reuse_beside_others(
-    tiny_model: Callable[..., Path], open_engine: Callable[..., Any]
-) -> None:
+async def test_requests_without_reuse_beside_others(kit: BackendKit, open_engine: Callable[..., Any]) -> None:
     """Half of the requests may not reuse anything, and nothing of them may be reused; without a pool they all go back
     to their first token when they are preempted."""
     pool = PoolConfig(memory_bytes=0)
-    async with open_engine(tiny_model("llama"), n_ctx=192, kv_tokens=192, pool=pool) as engine:
+    async with open_engine(kit.small(), n_ctx=192, kv_tokens=192, pool=pool) as engine:
         rng = random.Random(6)
         cases = []
         for index in range(24):
@@ -131,25 +130,25 @@ async def test_requests_without_reuse_beside_others(
         check_nothing_is_left(engine)
 
 
-async def test_a_shared_prefix_is_computed_once(smollm2_path: Path, open_engine: Callable[..., Any]) -> None:
+async def test_a_shared_prefix_is_computed_once(model: Path, open_engine: Callable[..., Any]) -> None:
     """Single flight: sixteen requests at once compute the prefix that they share one time, not sixteen times."""
     prefix = prompt_of(64, seed=50)
     prompts = [[*prefix, *prompt_of(3, seed=60 + index)] for index in range(16)]
-    async with open_engine(smollm2_path, n_ctx=512, kv_tokens=2048) as engine:
+    async with open_engine(model, n_ctx=512, kv_tokens=2048) as engine:
         gens = await asyncio.gather(*(engine.generate(prompt, max_tokens=2) for prompt in prompts))
         computed = sum(gen.reuse.computed_tokens for gen in gens)
         assert computed == len(prefix) + 16 * 3
 
 
 async def test_choices_are_the_same_shared_or_not(
-    smollm2_path: Path, open_engine: Callable[..., Any], cold_engine: KiteEngine
+    model: Path, open_engine: Callable[..., Any], cold_engine: KiteEngine
 ) -> None:
     """n > 1 forks after the prompt; each choice is what it is when every choice computes its own prompt."""
     prompt = prompt_of(45, seed=70)
     options = {"n": 4, "temperature": 1.1, "seed": 9, "max_tokens": 16, "logprobs": 2, "repetition_penalty": 1.2}
     expected = await cold_answer(cold_engine, prompt, **options)
     assert len({tuple(choice["token_ids"]) for choice in expected}) == 4
-    async with open_engine(smollm2_path, n_ctx=256, kv_tokens=512) as engine:
+    async with open_engine(model, n_ctx=256, kv_tokens=512) as engine:
         steps = engine.stats()["steps"]
         assert answer(await engine.generate(prompt, **options)) == expected
         # One step for the prompt, then all choices go on together.

@@ -17,8 +17,8 @@ GREEDY: Mapping[str, Any] = {"max_tokens": 4, "logprobs": 5, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-async def engine(smollm2_path: Path, open_engine: Callable[..., Any]) -> AsyncIterator[KiteEngine]:
-    async with open_engine(smollm2_path, n_ctx=1024, kv_tokens=2048) as engine:
+async def engine(model: Path, open_engine: Callable[..., Any]) -> AsyncIterator[KiteEngine]:
+    async with open_engine(model, n_ctx=1024, kv_tokens=2048) as engine:
         assert engine.stats()["numerics"] == "bitwise"
         assert engine.stats()["block_tokens"] == BLOCK
         yield engine
@@ -104,12 +104,12 @@ async def test_an_answer_is_a_known_prompt_too(engine: KiteEngine, cold_engine: 
 
 
 async def test_other_prompts_push_a_prompt_into_the_pool(
-    smollm2_path: Path, open_engine: Callable[..., Any], cold_engine: KiteEngine
+    model: Path, open_engine: Callable[..., Any], cold_engine: KiteEngine
 ) -> None:
     """Nothing is forced here: the context is too small for all prompts, and the first comes back from the pool."""
     prompts = [prompt_of(120, seed=seed) for seed in (10, 11, 12)]
     expected = await cold_answer(cold_engine, prompts[0], **GREEDY)
-    async with open_engine(smollm2_path, n_ctx=128, kv_tokens=128) as engine:
+    async with open_engine(model, n_ctx=128, kv_tokens=128) as engine:
         for prompt in prompts:
             await engine.generate(prompt, **GREEDY)
         assert engine.stats()["context_evictions"] > 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 
 from kitelib import AdapterConfig, KiteEngine, ReusePolicy
 from tests.support.answers import answer, cold_answer, evict_to_pool, prompt_of
-from tests.support.gguf_files import modified_copy, write_lora
+from tests.support.backends import BackendKit
 
 GREEDY = {"max_tokens": 6, "logprobs": 3, "ignore_eos": True}
 SMALL = {"n_ctx": 256, "kv_tokens": 256}
@@ -48,28 +46,26 @@ async def check_fresh(engine: KiteEngine, prompts: list[list[int]], expected: li
         assert answer(await engine.generate(prompt, **GREEDY, **options)) == each
 
 
-async def test_smollm2_with_one_changed_weight(smollm2_path: Path, open_engine: OpenEngine, tmp_path: Path) -> None:
+async def test_smollm2_with_one_changed_weight(
+    kit: BackendKit, model: Path, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     """B18, B19: the file is replaced under the same path: same name, size and modification time, one byte differs."""
     prompts = [prompt_of(length, seed=300) for length in (1, 16, 40)]
-    path = tmp_path / "model.gguf"
-    shutil.copy2(smollm2_path, path)
-    other = modified_copy(smollm2_path, tmp_path / "other.gguf")
-    shutil.copystat(path, other)
+    path = kit.copy(model, tmp_path / "model")
+    other = kit.one_byte_changed(model, tmp_path / "other")
     expected = await cold(open_engine, other, prompts)
     async with open_engine(path, **SMALL) as engine:
         old = await warm(engine, prompts)
         assert all(ours != theirs for ours, theirs in zip(old, expected, strict=True))
-        os.replace(other, path)
+        kit.replace(path, other)
         await engine.reload()
         await check_fresh(engine, prompts, expected)
 
 
-async def test_reload_to_other_weights_and_back(
-    tiny_model: Callable[..., Path], open_engine: OpenEngine, tmp_path: Path
-) -> None:
+async def test_reload_to_other_weights_and_back(kit: BackendKit, open_engine: OpenEngine, tmp_path: Path) -> None:
     prompts = [prompt_of(length, seed=301, vocab_size=2048) for length in (1, 33, 100)]
-    first, second = tiny_model("llama", 1), tiny_model("llama", 2)
-    one_byte = modified_copy(first, tmp_path / "one-byte.gguf")
+    first, second = kit.small(1), kit.small(2)
+    one_byte = kit.one_byte_changed(first, tmp_path / "one-byte")
     expected = {path: await cold(open_engine, path, prompts) for path in (first, second, one_byte)}
     assert len({repr(each) for each in expected.values()}) == 3
     async with open_engine(first, **SMALL) as engine:
@@ -79,12 +75,10 @@ async def test_reload_to_other_weights_and_back(
             await check_fresh(engine, prompts, expected[path])
 
 
-async def test_requests_around_a_reload_belong_to_one_model(
-    tiny_model: Callable[..., Path], open_engine: OpenEngine
-) -> None:
+async def test_requests_around_a_reload_belong_to_one_model(kit: BackendKit, open_engine: OpenEngine) -> None:
     """Calls that began before the reload end on the old weights, later ones run on the new."""
     prompts = [prompt_of(30 + index, seed=302, vocab_size=2048) for index in range(8)]
-    first, second = tiny_model("llama", 1), tiny_model("llama", 2)
+    first, second = kit.small(1), kit.small(2)
     old, new = await cold(open_engine, first, prompts), await cold(open_engine, second, prompts)
     async with open_engine(first, **SMALL) as engine:
         await warm(engine, prompts[:4])
@@ -100,12 +94,12 @@ async def test_requests_around_a_reload_belong_to_one_model(
 
 @pytest.mark.parametrize("change", ["reload", "overwrite", "scale"])
 async def test_an_adapter_of_the_same_name(
-    tiny_model: Callable[..., Path], open_engine: OpenEngine, tmp_path: Path, change: str
+    kit: BackendKit, open_engine: OpenEngine, tmp_path: Path, change: str
 ) -> None:
     """B16, B17: adapters are told apart by content and scale; their names and paths say nothing."""
-    model = tiny_model("llama")
+    model = kit.small()
     prompts = [prompt_of(length, seed=303, vocab_size=2048) for length in (1, 16, 50)]
-    old, new = (write_lora(tmp_path / f"{seed}.gguf", model, seed=seed) for seed in (1, 2))
+    old, new = (kit.adapter(tmp_path / str(seed), model, seed) for seed in (1, 2))
     changed: dict[str, AdapterConfig | str] = {"tone": str(new)}
     if change == "scale":
         changed = {"tone": AdapterConfig(str(old), scale=0.5)}
@@ -117,8 +111,7 @@ async def test_an_adapter_of_the_same_name(
         assert await warm(engine, prompts, adapter="tone") == before
         assert await warm(engine, prompts) == base
         if change == "overwrite":
-            shutil.copystat(old, new)
-            os.replace(new, old)
+            kit.replace_adapter(old, new)
             await engine.reload()
         else:
             await engine.reload(adapters=changed)
@@ -127,14 +120,15 @@ async def test_an_adapter_of_the_same_name(
 
 
 async def test_adapters_beside_each_other(
-    smollm2_path: Path, smollm2_lora: Path, open_engine: OpenEngine, tmp_path: Path
+    kit: BackendKit, model: Path, open_engine: OpenEngine, tmp_path: Path
 ) -> None:
     """The same prompts at once with two adapters and with none, twice: what one computed is never another's."""
     prompts = [prompt_of(length, seed=304) for length in (17, 40)]
-    other = write_lora(tmp_path / "other.gguf", smollm2_path, seed=2)
-    adapters = {"first": str(smollm2_lora), "second": str(other)}
+    adapters = {
+        name: str(kit.adapter(tmp_path / name, model, seed)) for seed, name in enumerate(("first", "second"), 1)
+    }
     names = (None, "first", "second")
-    async with open_engine(smollm2_path, adapters=adapters, n_ctx=256, kv_tokens=512) as engine:
+    async with open_engine(model, adapters=adapters, n_ctx=256, kv_tokens=512) as engine:
         asked = [(prompt, name) for prompt in prompts for name in names]
         expected = [await cold_answer(engine, prompt, adapter=name, **GREEDY) for prompt, name in asked]
         assert len({repr(each) for each in expected}) == len(expected)
@@ -144,9 +138,9 @@ async def test_adapters_beside_each_other(
             await evict_to_pool(engine)
 
 
-async def test_tenants_share_nothing(tiny_model: Callable[..., Path], open_engine: OpenEngine) -> None:
+async def test_tenants_share_nothing(kit: BackendKit, open_engine: OpenEngine) -> None:
     prompt = prompt_of(50, seed=305, vocab_size=2048)
-    async with open_engine(tiny_model("llama"), **SMALL) as engine:
+    async with open_engine(kit.small(), **SMALL) as engine:
         expected = await cold_answer(engine, prompt, **GREEDY)
         for name in (None, "a", "b"):
             policy = ReusePolicy(namespace=name)

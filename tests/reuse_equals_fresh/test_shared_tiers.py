@@ -12,6 +12,7 @@ import pytest
 from kitelib import KiteEngine, PoolConfig
 from kitelib.upcycle.unit import inspect
 from tests.support.answers import ONE_STEP, answer, cold_answer, prompt_of
+from tests.support.backends import BackendKit
 from tests.support.engines import assert_nothing_left, computes_slowly
 from tests.support.redis_servers import RedisCluster, RedisServer
 from tests.support.s3_server import S3Server
@@ -67,7 +68,7 @@ async def assert_all_hits(engine: KiteEngine, cold: KiteEngine, tier: str, promp
 
 @pytest.mark.usefixtures("patient")
 async def test_the_first_request_of_another_process_is_all_hits_and_bit_by_bit_the_same(
-    smollm2_path: Path,
+    model: Path,
     kite_cache: Path,
     open_engine: Callable[..., Any],
     cold_engine: KiteEngine,
@@ -76,28 +77,33 @@ async def test_the_first_request_of_another_process_is_all_hits_and_bit_by_bit_t
 ) -> None:
     """B5, B6, B11: also when the prompt is an exact multiple of the block size; then no model step is needed for it."""
     prompts = [prompt_of(length, seed=8) for length in (16, 17, 130)]
-    await write_in_another_process(smollm2_path, kite_cache, shared, prompts, **SIZES)
+    await write_in_another_process(model, kite_cache, shared, prompts, **SIZES)
     for prompt in prompts:
         expected = await cold_answer(cold_engine, prompt, **GREEDY)
-        async with open_engine(smollm2_path, pool=PoolConfig(**shared), **SIZES) as engine:
+        async with open_engine(model, pool=PoolConfig(**shared), **SIZES) as engine:
             gen = await engine.generate(prompt, **GREEDY)
             assert answer(gen) == expected
             assert (gen.reuse.zero_prefill, gen.usage.cached_tokens) == (True, len(prompt))
             assert engine.stats()["steps"] == GREEDY["max_tokens"] - 1
-    async with open_engine(smollm2_path, pool=PoolConfig(**shared), **SIZES) as engine:
+    async with open_engine(model, pool=PoolConfig(**shared), **SIZES) as engine:
         await assert_all_hits(engine, cold_engine, tier, prompts)
 
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(
-    ("tier", "kind"),
-    [*(("redis", kind) for kind in OPTIONS), *(("s3", kind) for kind in ("keys", "zstd", "entropy"))],
-    indirect=["tier"],
+    ("kit", "tier", "kind"),
+    [
+        *(("llama_cpp", "redis", kind) for kind in OPTIONS),
+        *(("llama_cpp", "s3", kind) for kind in ("keys", "zstd", "entropy")),
+        ("torch", "redis", "entropy"),  # its payloads have another type and shape
+        ("torch", "s3", "zstd"),
+    ],
+    indirect=["kit", "tier"],
 )
 async def test_whatever_the_form_and_the_keys(
     kind: str,
     request: pytest.FixtureRequest,
-    tiny_model: Callable[..., Path],
+    kit: BackendKit,
     kite_cache: Path,
     open_engine: Callable[..., Any],
     tier: str,
@@ -105,10 +111,10 @@ async def test_whatever_the_form_and_the_keys(
 ) -> None:
     """B2, B22: compressed or not, authenticated or not, from primaries or replicas: the units are what was stored."""
     config = {**shared, **OPTIONS[kind]}
-    await write_in_another_process(tiny_model("llama"), kite_cache, config, TINY_PROMPTS, **SIZES)
+    await write_in_another_process(kit.small(), kite_cache, config, TINY_PROMPTS, **SIZES)
     async with (
-        open_engine(tiny_model("llama"), pool=PoolConfig(memory_bytes=0), **SIZES) as cold,
-        open_engine(tiny_model("llama"), pool=PoolConfig(**config), **SIZES) as engine,
+        open_engine(kit.small(), pool=PoolConfig(memory_bytes=0), **SIZES) as cold,
+        open_engine(kit.small(), pool=PoolConfig(**config), **SIZES) as engine,
     ):
         await assert_all_hits(engine, cold, tier, TINY_PROMPTS)
         await assert_form(engine, config.get("codec"))
@@ -117,7 +123,7 @@ async def test_whatever_the_form_and_the_keys(
         assert sum(hits_of(node) for node in cluster.replicas()) > 0
     if "hmac_key" in config:
         wrong = PoolConfig(**{**config, "hmac_key": b"x" * 32})
-        async with open_engine(tiny_model("llama"), pool=wrong, **SIZES) as engine:
+        async with open_engine(kit.small(), pool=wrong, **SIZES) as engine:
             computes_slowly(engine)
             gen = await engine.generate(TINY_PROMPTS[-1], reuse=ONE_STEP, **GREEDY)
             assert gen.usage.cached_tokens == 0

@@ -1,4 +1,4 @@
-"""With two threads the self-test still proves bitwise numerics, and what it promises holds past its own size."""
+"""With two threads the self-test of llama.cpp still proves bitwise numerics, and what it promises holds past its own size."""
 
 from __future__ import annotations
 

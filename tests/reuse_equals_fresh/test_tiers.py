@@ -15,6 +15,7 @@ from kitelib.stores.disk import DiskStore
 from kitelib.testing import Fault, FaultyStore, fault_every
 from kitelib.upcycle import preheat_ru_pool
 from tests.support.answers import ONE_STEP, answer, cold_answer, prompt_of
+from tests.support.backends import BackendKit
 from tests.support.engines import assert_nothing_left, until
 from tests.support.writer_process import write_in_another_process
 
@@ -33,20 +34,20 @@ async def expected(cold_engine: KiteEngine) -> dict[int, Any]:
 
 
 @pytest.fixture(scope="module")
-async def filled(smollm2_path: Path, kite_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+async def filled(model: Path, kite_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A disk tier that another process has filled."""
     folder = tmp_path_factory.mktemp("filled")
     prompts = [*(prompt_of(length, seed=7) for length in LENGTHS), LONG]
-    await write_in_another_process(smollm2_path, kite_cache, {"disk": str(folder)}, prompts, **SIZES)
+    await write_in_another_process(model, kite_cache, {"disk": str(folder)}, prompts, **SIZES)
     return folder
 
 
 @pytest.mark.usefixtures("patient")
 async def test_another_process_finds_everything_and_answers_bit_by_bit_the_same(
-    smollm2_path: Path, open_engine: Callable[..., Any], filled: Path, expected: dict[int, Any]
+    model: Path, open_engine: Callable[..., Any], filled: Path, expected: dict[int, Any]
 ) -> None:
     """B21: what one process stored is found after a restart. B6: keys do not depend on the process."""
-    async with open_engine(smollm2_path, pool=PoolConfig(disk=str(filled)), **SIZES) as engine:
+    async with open_engine(model, pool=PoolConfig(disk=str(filled)), **SIZES) as engine:
         for length in LENGTHS:
             prompt = prompt_of(length, seed=7)
             gen = await engine.generate(prompt, reuse=ONE_STEP, **GREEDY)
@@ -60,11 +61,11 @@ async def test_another_process_finds_everything_and_answers_bit_by_bit_the_same(
 
 @pytest.mark.usefixtures("patient")
 async def test_the_first_request_of_another_process_needs_no_prefill(
-    smollm2_path: Path, open_engine: Callable[..., Any], filled: Path, expected: dict[int, Any]
+    model: Path, open_engine: Callable[..., Any], filled: Path, expected: dict[int, Any]
 ) -> None:
     """B11: a prompt that is known as a whole, exact multiples of the block size included, needs no model step."""
     for length in (512, 33):
-        async with open_engine(smollm2_path, pool=PoolConfig(disk=str(filled)), **SIZES) as engine:
+        async with open_engine(model, pool=PoolConfig(disk=str(filled)), **SIZES) as engine:
             gen = await engine.generate(prompt_of(length, seed=7), **GREEDY)
             assert answer(gen) == expected[length]
             assert (gen.reuse.zero_prefill, gen.usage.cached_tokens) == (True, length)
@@ -72,9 +73,9 @@ async def test_the_first_request_of_another_process_needs_no_prefill(
 
 
 async def test_the_hot_set_comes_before_the_first_request(
-    smollm2_path: Path, open_engine: Callable[..., Any], filled: Path, expected: dict[int, Any]
+    model: Path, open_engine: Callable[..., Any], filled: Path, expected: dict[int, Any]
 ) -> None:
-    async with open_engine(smollm2_path, pool=PoolConfig(disk=str(filled)), **SIZES) as engine:
+    async with open_engine(model, pool=PoolConfig(disk=str(filled)), **SIZES) as engine:
         report = await preheat_ru_pool(engine)
         assert report["tiers"] == {"disk": "ready"}
         assert report["hot_units"] > 1000 // 16
@@ -85,7 +86,8 @@ async def test_the_hot_set_comes_before_the_first_request(
 
 @pytest.mark.parametrize("prompt_length", [1000, 512, 33])
 async def test_blocks_that_come_late_are_taken_over_where_computing_meets_them(
-    smollm2_path: Path,
+    kit: BackendKit,
+    model: Path,
     open_engine: Callable[..., Any],
     filled: Path,
     expected: dict[int, Any],
@@ -97,11 +99,12 @@ async def test_blocks_that_come_late_are_taken_over_where_computing_meets_them(
     monkeypatch.setattr("kitelib.stores.pool.open_stores", lambda config: [("slow", late)])
     monkeypatch.setattr("kitelib.yoco.decision._FIRST_PATIENCE", 0.0)
     prompt = LONG if prompt_length == 1000 else prompt_of(prompt_length, seed=7)
-    async with open_engine(smollm2_path, pool=PoolConfig(socket_timeout=20.0), **SIZES) as engine:
+    async with open_engine(model, pool=PoolConfig(socket_timeout=20.0), **SIZES) as engine:
         gen = await engine.generate(prompt, reuse=ONE_STEP, **GREEDY)
         assert answer(gen) == expected[prompt_length]
         assert late.faults > 0
-        if prompt_length == 1000:  # a second or more of computing: some blocks come in time
+        # SmolLM2 computes for a second or more: some blocks come in time. The small model may be done before.
+        if prompt_length == 1000 and kit.name == "llama_cpp":
             assert gen.reuse.tiers.get("slow", 0) % 16 in (0, 7)
             assert gen.reuse.tiers["slow"] > 0
             assert gen.reuse.computed_tokens > 16
@@ -110,10 +113,10 @@ async def test_blocks_that_come_late_are_taken_over_where_computing_meets_them(
 
 
 async def test_b29_what_is_slower_to_load_is_computed_and_the_report_says_so(
-    smollm2_path: Path, open_engine: Callable[..., Any], filled: Path, expected: dict[int, Any]
+    model: Path, open_engine: Callable[..., Any], filled: Path, expected: dict[int, Any]
 ) -> None:
     """B29: the decision to load or to recompute is measured, not assumed."""
-    async with open_engine(smollm2_path, pool=PoolConfig(disk=str(filled)), **SIZES) as engine:
+    async with open_engine(model, pool=PoolConfig(disk=str(filled)), **SIZES) as engine:
         (tier,) = engine.pool.tiers.tiers
         tier.cost = TierCost(3600.0, 1.0)
         gen = await engine.generate(LONG, reuse=ONE_STEP, **GREEDY)
@@ -124,7 +127,7 @@ async def test_b29_what_is_slower_to_load_is_computed_and_the_report_says_so(
 
 
 async def test_cancelled_requests_leave_nothing_while_blocks_are_on_their_way(
-    smollm2_path: Path,
+    model: Path,
     open_engine: Callable[..., Any],
     filled: Path,
     expected: dict[int, Any],
@@ -135,7 +138,7 @@ async def test_cancelled_requests_leave_nothing_while_blocks_are_on_their_way(
     monkeypatch.setattr("kitelib.stores.pool.open_stores", lambda config: [("slow", late)])
     monkeypatch.setattr("kitelib.yoco.decision._FIRST_PATIENCE", 0.01)
     pool = PoolConfig(memory_bytes=0, socket_timeout=20.0)
-    async with open_engine(smollm2_path, pool=pool, **SIZES) as engine:
+    async with open_engine(model, pool=pool, **SIZES) as engine:
         for attempt in range(30):
             task = asyncio.ensure_future(engine.generate(LONG, reuse=ONE_STEP, **GREEDY))
             await asyncio.sleep(0.007 * attempt)
@@ -149,15 +152,15 @@ async def test_cancelled_requests_leave_nothing_while_blocks_are_on_their_way(
 
 @pytest.mark.usefixtures("patient")
 async def test_invalidating_in_one_process_reaches_the_other_and_its_context(
-    smollm2_path: Path, open_engine: Callable[..., Any], tmp_path: Path, cold_engine: KiteEngine
+    model: Path, open_engine: Callable[..., Any], tmp_path: Path, cold_engine: KiteEngine
 ) -> None:
     """B18, B20: one call forgets every tier, in every process, and says what it cleared."""
     prompt = prompt_of(100, seed=3)
     cold = await cold_answer(cold_engine, prompt, **GREEDY)
     config = PoolConfig(disk=str(tmp_path / "shared"))
     async with (
-        open_engine(smollm2_path, pool=config, **SIZES) as one,
-        open_engine(smollm2_path, pool=config, **SIZES) as other,
+        open_engine(model, pool=config, **SIZES) as one,
+        open_engine(model, pool=config, **SIZES) as other,
     ):
         await one.generate(prompt, **GREEDY)
         await one.flush()
@@ -177,19 +180,19 @@ async def test_invalidating_in_one_process_reaches_the_other_and_its_context(
 
 @pytest.mark.usefixtures("patient")
 async def test_a_namespace_has_its_own_key_and_finds_only_its_own(
-    smollm2_path: Path, open_engine: Callable[..., Any], tmp_path: Path
+    model: Path, open_engine: Callable[..., Any], tmp_path: Path
 ) -> None:
     """B25, B22: tenants neither see nor reuse each other's units, also in a shared tier."""
     prompt = prompt_of(100, seed=4)
     config: dict[str, Any] = {"disk": str(tmp_path / "shared"), "namespace_secret": b"s" * 32}
-    async with open_engine(smollm2_path, pool=PoolConfig(**config, hmac_key=b"k" * 32), **SIZES) as engine:
+    async with open_engine(model, pool=PoolConfig(**config, hmac_key=b"k" * 32), **SIZES) as engine:
         for tenant in ("a", "b"):
             policy = ReusePolicy(namespace=tenant, zero_prefill=False)
             first = await engine.generate(prompt, reuse=policy, **GREEDY)
             assert first.usage.cached_tokens == 0
             assert (await engine.generate(prompt, reuse=policy, **GREEDY)).usage.cached_tokens == 99
     for key, refused in ((b"k" * 32, False), (b"x" * 32, True), (None, False)):
-        async with open_engine(smollm2_path, pool=PoolConfig(**config, hmac_key=key), **SIZES) as engine:
+        async with open_engine(model, pool=PoolConfig(**config, hmac_key=key), **SIZES) as engine:
             policy = ReusePolicy(namespace="a", zero_prefill=False)
             gen = await engine.generate(prompt, reuse=policy, **GREEDY)
             assert gen.usage.cached_tokens == (0 if refused else 99)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support import gguf_files, hf_folders, peft_folders
 
-__all__ = ["BackendKit", "kit", "llama_cpp_only", "smollm2_like"]
+__all__ = ["BackendKit", "kit", "smollm2_like"]
 
 _SMALL_VOCAB = 2048
 
@@ -80,6 +80,12 @@ class BackendKit:
         else:
             other.replace(model)
 
+    def replace_adapter(self, adapter: Path, other: Path) -> None:
+        """Puts another adapter of the same size and time of modification in its place."""
+        name = "adapter_model.safetensors" if self.name == "torch" else "."
+        shutil.copystat(adapter / name, other / name)
+        (other / name).replace(adapter / name)
+
     def damaged(self, model: Path, target: Path) -> Path:
         """A copy that can't be loaded."""
         if self.name == "llama_cpp":
@@ -97,11 +103,8 @@ class BackendKit:
 
     def adapter_of(self, backend: Any, sequence: Any) -> str | None:
         """The adapter that a sequence is computed with; raises if it is gone."""
-        if self.name == "torch":
-            name: str | None = backend.runner.tables[sequence].adapter
-            return name
-        name = backend._context._sequences[sequence].adapter
-        return name
+        table = backend.runner.tables[sequence] if self.name == "torch" else backend._context._sequences[sequence]
+        return None if table.adapter is None else str(table.adapter)
 
 
 def _flip(path: Path) -> None:
@@ -142,7 +145,3 @@ def kit(request: pytest.FixtureRequest) -> BackendKit:
 
 
 @pytest.fixture
-def llama_cpp_only(kit: BackendKit) -> None:
-    """Only llama.cpp has what the test is about; the test says what that is."""
-    if kit.name != "llama_cpp":
-        pytest.skip("about llama.cpp")

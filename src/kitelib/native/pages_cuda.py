@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import threading
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +16,8 @@ from kitelib.native import build
 from kitelib.native.pages import BAD_ARGUMENT, ITEM, PageLayout
 
 __all__ = ["CUDA_ABI", "CudaLayout", "CudaLibrary", "CudaPages", "cuda_pages", "load_cuda_library"]
+
+_log = logging.getLogger(__name__)
 
 CUDA_ABI: Final = 1
 """The `KITE_CUDA_ABI` that these bindings are written for."""
@@ -203,7 +206,10 @@ def cuda_pages(device: int = 0) -> tuple[CudaPages | None, str]:
                 made = CudaPages(library, device) if library is not None and not note else None
             except BackendError as error:
                 made, note = None, str(error)
-            _contexts[device] = (made, f"{note}; blocks are packed by PyTorch instead" if note else "")
+            if note:
+                note = f"{note}; blocks are packed by PyTorch instead"
+                _log.warning("%s", note)
+            _contexts[device] = (made, note)
         return _contexts[device]
 
 

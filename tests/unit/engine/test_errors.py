@@ -77,7 +77,6 @@ async def test_a_truncated_model_file(tmp_path: Path, tiny_model: Callable[..., 
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"backend": "torch"}, UnsupportedOptionError, "torch"),
         ({"backend": "vllm"}, UnsupportedOptionError, "vllm"),
         ({"backend": "lama_cpp"}, ConfigError, "did you mean 'llama_cpp'"),
         ({"dtype": "float32"}, UnsupportedOptionError, "dtype is 'float32'"),
@@ -108,8 +107,27 @@ async def test_options_that_do_not_fit(
     await open_fails(error, match, tiny_model("llama"), **{"cache_dir": cache_dir, **options})
 
 
-async def test_a_folder_needs_a_backend_that_is_not_there_yet(tmp_path: Path) -> None:
-    await open_fails(UnsupportedOptionError, "torch", tmp_path)
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"n_ctx": 10**7}, ConfigError, "n_ctx is 10000000"),
+        ({"n_ctx": 256, "kv_tokens": 255}, ConfigError, "kv_tokens is 255"),
+        ({"block_tokens": 300}, ConfigError, "block_tokens is 300"),
+        ({"dtype": "int4"}, UnsupportedOptionError, "dtype is 'int4'"),
+        ({"device": "abacus"}, ConfigError, "device is 'abacus'"),
+        ({"adapters": {"bank": 5}}, ConfigError, "bank"),
+        ({"adapters": {"bank": "/nowhere/bank"}}, ModelNotFoundError, "/nowhere/bank"),
+        ({"backend": "llama_cpp"}, UnsupportedOptionError, "is a folder"),
+    ],
+)
+async def test_options_that_do_not_fit_a_folder(
+    hf_model: Callable[..., Path], cache_dir: Path, options: dict[str, Any], error: type[KiteError], match: str
+) -> None:
+    await open_fails(error, match, hf_model("llama"), **{"cache_dir": cache_dir, **options})
+
+
+async def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    await open_fails(ModelNotFoundError, "config.json", tmp_path)
 
 
 async def test_a_damaged_adapter(tmp_path: Path, tiny_model: Callable[..., Path], smollm2_lora: Path) -> None:

@@ -271,3 +271,26 @@ def test_a_cuda_library_of_another_version_is_refused_with_a_note(tmp_path):
         loaded, note = load_cuda_library(tmp_path / f"{name}.so")
         assert loaded is None
         assert wanted in note
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("form", ["raw", "planes", "int8", "fp8"])
+@pytest.mark.parametrize("width", [64, 20])
+def test_a_gpu_packs_the_bytes_of_the_cpu(form, width):
+    segments = random_segments("arena", [width] * 4, 16, torch.bfloat16)
+    mover = PageMover(segments, native=False)
+    items, size = item_table(mover, form, [(4, 0, 16), (1, 3, 5), (0, 0, 8)])
+    expected = torch.zeros(size, dtype=torch.uint8)
+    wanted = mover.pack(items, expected, form, checksum=True)
+    assert upcycle_note("cuda") == ""
+    for native in (True, False):
+        there = PageMover([each.cuda() for each in segments], native=native)
+        packed = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        assert torch.equal(there.pack(items, packed, form, checksum=True).cpu(), wanted)
+        assert torch.equal(packed.cpu(), expected)
+        fresh = [torch.zeros_like(each, device="cuda") for each in segments]
+        assert torch.equal(PageMover(fresh, native=native).unpack(items, packed, form, checksum=True).cpu(), wanted)
+        local = [torch.zeros(each.shape, dtype=each.dtype) for each in segments]
+        PageMover(local, native=False).unpack(items, expected, form)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(fresh, local, strict=True))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kitelib.backends.torch_engine.pages import LayerShape
 from kitelib.backends.torch_engine.plan import current_step
+from kitelib.errors import UnsupportedOptionError
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +18,13 @@ __all__ = ["ATTENTION", "LatentCache", "record_shapes", "register_attention"]
 
 ATTENTION = "kite_paged"
 """Name under which transformers knows `paged_attention`."""
+
+
+# What models hand on to their attention that says nothing, or what is known anyway.
+_HARMLESS = frozenset(
+    "cache cache_position dropout is_causal output_attentions output_hidden_states output_router_logits past_key_values "
+    "position_embeddings position_ids return_dict use_cache".split()
+)
 
 
 class _Recorder(threading.local):
@@ -43,12 +51,12 @@ def paged_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001 - the interface's; there is none
+    attention_mask: torch.Tensor | None,
     *,
     scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer in a step; see transformers' attention interface.
 
@@ -61,6 +69,7 @@ def paged_attention(
         scaling: factor of the scores.
         sliding_window: tokens that a row sees, itself included; None or 0 means all.
         softcap: see `AttentionKernel.attend`.
+        others: what changes nothing here; `record_shapes` refuses all else.
 
     Returns:
         (1, rows, query heads, value dim), and None for the weights.
@@ -68,12 +77,23 @@ def paged_attention(
     import torch
 
     if _recorder.attended is not None:
+        _check_plain(attention_mask, others)
         _recorder.attended[int(module.layer_idx)] = _shape(key, value, latent=False)
         return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3])), None
     out: torch.Tensor = torch.ops.kitelib.attend(
         query, key, value, module.layer_idx, scaling, sliding_window or 0, softcap or 0.0
     )
     return out, None
+
+
+def _check_plain(attention_mask: torch.Tensor | None, others: Mapping[str, Any]) -> None:
+    unknown = sorted(name for name, value in others.items() if value is not None and name not in _HARMLESS)
+    if attention_mask is not None:
+        unknown.append("attention_mask")
+    if unknown:
+        raise UnsupportedOptionError(
+            f"the model's attention wants {', '.join(unknown)}, which the attention kernels don't do"
+        )
 
 
 def _shape(key: torch.Tensor, value: torch.Tensor, *, latent: bool) -> LayerShape:
@@ -96,6 +116,8 @@ class LatentCache:
         step = current_step()
         if not step.cache.layers[layer].latent:
             return key, value
+        if step.wait_layer is not None:
+            step.wait_layer(layer)
         return _keep(key, step.cache.keys(layer), step.plan), _keep(value, step.cache.values(layer), step.plan)
 
     def get_seq_length(self, *_: Any) -> int:
@@ -114,7 +136,11 @@ def _keep(rows: torch.Tensor, pages: torch.Tensor, plan: Any) -> torch.Tensor:
 @contextmanager
 def record_shapes() -> Iterator[dict[int, LayerShape]]:
     """While it is entered, layers on this thread compute no attention; it gives what each of them keeps per token,
-    complete at the end."""
+    complete at the end.
+
+    Raises:
+        UnsupportedOptionError: a layer's attention wants something that no kernel does.
+    """
     shapes: dict[int, LayerShape] = {}
     _recorder.attended, _recorder.cached = {}, {}
     try:

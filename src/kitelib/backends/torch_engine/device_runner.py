@@ -68,6 +68,7 @@ class DeviceRunner(Runner):
         drawing = any(draw is not None for draw in draws)
         graphs = self.graphs
         if graphs is not None and not segments and packed.is_decode and graphs.fits(count, int(packed.contexts.max())):
+            self.transfer.wait()  # a captured pass can't wait layer by layer
             step = graphs.run(decode_batch(packed, draws if drawing else ()))
             return lambda: (_wanted(step.logits, draws), step.tokens() if drawing else [])
         logits = self.run(packed, segments)

@@ -29,7 +29,7 @@ _GREEDY_TEMPERATURE: Final = 1e-5
 _MAX_TEMPERATURE: Final = 1e30  # beyond it every difference of logits is zero anyway
 _SUM_BITS: Final = 62  # the weights of a whole row add up to less than 2**62
 _UNUSABLE: Final = -1
-_CHUNK: Final = 2**22  # logits drawn from at once: enough to keep a device busy, and bounds the memory on the way
+_CHUNK: Final = 2**21  # logits drawn from at once: enough to keep a device busy, and bounds the memory on the way
 
 
 class SamplingMode(enum.IntEnum):
@@ -110,20 +110,19 @@ def sample_rows(logits: torch.Tensor, settings: DeviceSampling, mode: SamplingMo
     import torch
 
     best = logits.argmax(dim=-1)
-    scores = logits.float()
-    peak = scores.amax(dim=-1, keepdim=True)
+    peak = logits.amax(dim=-1, keepdim=True)
     token = best
     if mode is not SamplingMode.GREEDY:
-        step = max(1, _CHUNK // scores.shape[-1])
+        step = max(1, _CHUNK // logits.shape[-1])
         drawn = torch.cat(
             [
                 _draw(
-                    scores[first : first + step],
-                    peak[first : first + step],
+                    logits[first : first + step].float(),
+                    peak[first : first + step].float(),
                     settings.rows(first, first + step),
                     ranked=mode is SamplingMode.RANK,
                 )
-                for first in range(0, scores.shape[0], step)
+                for first in range(0, logits.shape[0], step)
             ]
         )
         token = torch.where(settings.temperature < _GREEDY_TEMPERATURE, best, drawn)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -56,11 +56,19 @@ class StepPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepState:
-    """What the attention layers of the pass that runs on this thread need."""
+    """What the attention layers of the pass that runs on this thread need.
+
+    Attributes:
+        plan: whose rows they are.
+        cache: memory of the KV.
+        kernel: how attention is computed.
+        wait_layer: makes the device wait until restored blocks have a layer's KV; None where nothing is on its way.
+    """
 
     plan: StepPlan
     cache: PagedCache
     kernel: AttentionKernel
+    wait_layer: Callable[[int], None] | None = None
 
 
 class _Current(threading.local):

@@ -46,6 +46,7 @@ class Runner:
     Attributes:
         cache: memory of the KV.
         tables: who holds which block.
+        transfer: copies blocks out and in.
         layout: form of the payloads.
         mixes_adapters: a step may have rows of several adapters.
     """
@@ -72,10 +73,12 @@ class Runner:
         self._adapters = adapters
         self.mixes_adapters = adapters is not None and adapters.mixable
         self._compiled = compiled
-        self._transfer = BlockTransfer(cache)
+        self.transfer = BlockTransfer(cache)
+        self._overlaps = cache.arena.device.type != "cpu"
         self._device: Any = "cpu" if cache.arena.device.type == "cpu" else cache.arena.device
 
     def _copy_block(self, source: int, target: int) -> None:
+        self.transfer.wait()  # restored blocks may still be on their way
         self.cache.arena[target].copy_(self.cache.arena[source])
 
     # Steps
@@ -152,7 +155,8 @@ class Runner:
         """Logits (outputs, vocabulary) of a step, padding included; None if none are wanted."""
         import torch
 
-        state = StepState(packed.plan(self._device, history=self._latent), self.cache, self._kernel)
+        plan = packed.plan(self._device, history=self._latent)
+        state = StepState(plan, self.cache, self._kernel, self.transfer.wait_layer if self._overlaps else None)
         adapters = self._adapters if segments else None
         with use_step(state), nullcontext() if adapters is None else adapters.use(segments, packed.num_rows):
             if self._compiled is not None and adapters is None:
@@ -160,7 +164,7 @@ class Runner:
                 if logits is not None:
                     return logits
             ids = torch.from_numpy(packed.ids)[None].to(self._device)
-            positions = state.plan.positions[None]
+            positions = plan.positions[None]
             if not len(packed.select):
                 self._forward.compute(ids, positions)
                 return None
@@ -174,7 +178,7 @@ class Runner:
         last = min(table.num_tokens, (first + count) * size, end if end is not None else 2**62)
         blocks = [int(block) for block in table.blocks[first : -(-last // size)]] if last > first * size else []
         counts = [min(size, last - (first + place) * size) for place in range(len(blocks))]
-        data = self._transfer.export(blocks, counts) if blocks else []
+        data = self.transfer.export(blocks, counts) if blocks else []
         return [self.layout.payload(each, tokens) for each, tokens in zip(data, counts, strict=True)]
 
     def restore(self, sequence: SequenceId, first: int, payloads: Sequence[BlockPayload]) -> None:
@@ -188,7 +192,7 @@ class Runner:
         self.tables.extend(sequence, sum(payload.num_tokens for payload in payloads))
         try:
             blocks = [int(block) for block in table.blocks[first : table.num_blocks]]
-            self._transfer.restore(blocks, [payload.data for payload in payloads])
+            self.transfer.restore(blocks, [payload.data for payload in payloads])
         except Exception as error:
             self.tables.shrink(sequence, held)
             raise BackendError(f"{len(payloads)} blocks could not be restored: {error}") from error

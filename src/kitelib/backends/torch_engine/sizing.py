@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaMemory", "DeviceMemory", "KvBudget", "kv_blocks"]
 
-_CUDA_RESERVE: Final = 256 * 2**20  # graphs, library handles, and what other processes take meanwhile
-_CPU_RESERVE: Final = 512 * 2**20
+_RESERVE: Final = 512 * 2**20  # graphs, library handles, and what other processes take meanwhile
 
 
 class DeviceMemory(Protocol):
@@ -123,7 +122,7 @@ def kv_blocks(
         block_bytes: bytes of one block, all layers.
         profile: runs the largest step there can be, against a cache just large enough for it, which it frees.
         share: fraction of the available memory to use at all, above 0 and at most 1.
-        reserve: bytes kept free beside; None means 256 MiB on CUDA, 512 MiB on the CPU.
+        reserve: bytes kept free beside; None means 512 MiB.
         most: blocks worth having, e.g. what all sequences together may hold; None means no bound.
         memory: counters of the device; None means those of `device`. Only looked at where it isn't the CPU.
 
@@ -132,12 +131,11 @@ def kv_blocks(
     """
     assert block_bytes > 0
     assert 0 < share <= 1
+    reserve = _RESERVE if reserve is None else reserve
     if device.type == "cpu":
         profile()
-        reserve = _CPU_RESERVE if reserve is None else reserve
         available, activations = available_memory_bytes(), 0
     else:
-        reserve = _CUDA_RESERVE if reserve is None else reserve
         available, activations = _profiled(memory or CudaMemory(device), profile)
     room = int(available * share) - activations - reserve
     blocks = room // block_bytes

@@ -164,9 +164,10 @@ async def ask_everything(engine: KiteEngine) -> list[Any]:
     asked = list(zip(prompts, CALLS, strict=True))
     gens = await asyncio.gather(*(engine.generate(prompt, ignore_eos=True, **call) for prompt, call in asked))
     again = [await engine.generate(prompt, ignore_eos=True, **call) for prompt, call in asked]
-    assert [answer(gen) for gen in again] == [answer(gen) for gen in gens]
+    found = [[choice.token_ids for choice in gen.choices] for gen in gens]
+    assert [[choice.token_ids for choice in gen.choices] for gen in again] == found
     await assert_nothing_left(engine)
-    return [[choice.token_ids for choice in gen.choices] for gen in gens]
+    return found
 
 
 @pytest.mark.parametrize("architecture", ["llama", "deepseek_v2"])
@@ -221,7 +222,9 @@ async def test_blocks_are_saved_while_the_device_computes(open_device: Any, monk
         steps = [event for event in events if event != "export"]
         assert steps == ["begin", "wait"] * 20
         assert events[:2] == ["begin", "wait"]
-        assert events[2:5] == ["begin", "export", "wait"]
+        second = events[2 : events.index("wait", 2) + 1]
+        assert second == ["begin", *["export"] * (len(second) - 2), "wait"]
+        assert len(second) > 2  # the prompt's blocks
 
 
 async def test_a_step_that_fails_on_the_device_fails_its_requests_only(

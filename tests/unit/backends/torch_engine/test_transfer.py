@@ -214,3 +214,23 @@ def test_a_buffer_is_not_filled_again_before_its_copies_are_done():
     marks = [place + 1 for place, call in enumerate(lane.calls) if call == "mark"]
     synced = [call[1] for call in lane.calls if call[0] == "sync"]
     assert synced == marks[: len(marks) - 3]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("layers", [UNIFORM, MIXED, LATENT, [LayerShape(8, 128, 8, 128)] * 8])
+def test_blocks_leave_a_gpu_and_come_back_layer_by_layer(layers):
+    cache = _cache(layers)
+    there = PagedCache(layers, 9, 16, torch.bfloat16, "cuda")
+    there.arena.copy_(cache.arena)
+    transfer = BlockTransfer(there)
+    payloads = transfer.export(BLOCKS, COUNTS)
+    for block, count, payload in zip(BLOCKS, COUNTS, payloads, strict=True):
+        assert payload.tobytes() == _expected(cache, block, count).tobytes()
+    there.arena.zero_()
+    transfer.restore(BLOCKS, payloads)
+    for layer in range(len(layers)):
+        transfer.wait_layer(layer)
+        for block, count in zip(BLOCKS, COUNTS, strict=True):
+            assert torch.equal(there.keys(layer)[block, :count].cpu(), cache.keys(layer)[block, :count])
+            assert torch.equal(there.values(layer)[block, :count].cpu(), cache.values(layer)[block, :count])

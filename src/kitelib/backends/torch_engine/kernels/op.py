@@ -41,6 +41,8 @@ def _attend(
 ) -> torch.Tensor:
     """Writes the pass's KV and attends; see `paged_attention` and `AttentionKernel` for the shapes."""
     state = current_step()
+    if state.wait_layer is not None:
+        state.wait_layer(layer)
     cache = state.cache
     rows = _rows(query)
     if cache.layers[layer].latent:

@@ -426,16 +426,24 @@ def reduce(
     at = (row.to(tl.int64) * num_heads + head) * num_spans
     stats_size = num_rows.to(tl.int64) * num_heads * num_spans
     maximum, total, acc = _nothing(heads_tile, value_pad)
-    for span in range(first_span, last_span + 1, 4):
-        # Four spans are under way at once; they are merged one after the other all the same.
+    for span in range(first_span, last_span + 1, 8):
+        # Eight spans are on their way at once; they are merged one after the other all the same.
         m0, t0, a0 = _load_span(partial, partial_stats, stats_size, at, span, limits, channel, value_dim)
         m1, t1, a1 = _load_span(partial, partial_stats, stats_size, at, span + 1, limits, channel, value_dim)
         m2, t2, a2 = _load_span(partial, partial_stats, stats_size, at, span + 2, limits, channel, value_dim)
         m3, t3, a3 = _load_span(partial, partial_stats, stats_size, at, span + 3, limits, channel, value_dim)
+        m4, t4, a4 = _load_span(partial, partial_stats, stats_size, at, span + 4, limits, channel, value_dim)
+        m5, t5, a5 = _load_span(partial, partial_stats, stats_size, at, span + 5, limits, channel, value_dim)
+        m6, t6, a6 = _load_span(partial, partial_stats, stats_size, at, span + 6, limits, channel, value_dim)
+        m7, t7, a7 = _load_span(partial, partial_stats, stats_size, at, span + 7, limits, channel, value_dim)
         maximum, total, acc = _merge(maximum, total, acc, m0, t0, a0)
         maximum, total, acc = _merge(maximum, total, acc, m1, t1, a1)
         maximum, total, acc = _merge(maximum, total, acc, m2, t2, a2)
         maximum, total, acc = _merge(maximum, total, acc, m3, t3, a3)
+        maximum, total, acc = _merge(maximum, total, acc, m4, t4, a4)
+        maximum, total, acc = _merge(maximum, total, acc, m5, t5, a5)
+        maximum, total, acc = _merge(maximum, total, acc, m6, t6, a6)
+        maximum, total, acc = _merge(maximum, total, acc, m7, t7, a7)
     result = _quotient(acc, total).to(out.dtype.element_ty)
     out_at = out + (row.to(tl.int64) * num_heads + head)[:, None] * value_dim + channel
     tl.store(out_at, result, (head < num_heads)[:, None] & (channel < value_dim))

@@ -92,7 +92,7 @@ def test_launches_depend_on_sizes_only(bitwise: bool) -> None:
     for sequences in (1, 16, 64):
         mode, count = programs(sequences, 1, 8192)
         assert mode == "partial"
-        assert count >= 2 * 132, "decoding fills 132 multiprocessors"
+        assert count >= 132, "decoding fills 132 multiprocessors"
     assert programs(1, 8192, 8192)[0] == ("combine" if bitwise else "whole")
     assert programs(1, 32, 8192)[0] == "partial", "a short piece of a long prompt is shared, too"
 
