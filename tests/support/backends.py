@@ -142,6 +142,3 @@ def kit(request: pytest.FixtureRequest) -> BackendKit:
         text=lambda: fixture("smollm2_like"),
         small=lambda seed=1: hf_model("llama", seed, vocab_size=_SMALL_VOCAB),
     )
-
-
-@pytest.fixture

@@ -22,8 +22,20 @@ ATTENTION = "kite_paged"
 
 # What models hand on to their attention that says nothing, or what is known anyway.
 _HARMLESS = frozenset(
-    "cache cache_position dropout is_causal output_attentions output_hidden_states output_router_logits past_key_values "
-    "position_embeddings position_ids return_dict use_cache".split()
+    [
+        "cache",
+        "cache_position",
+        "dropout",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    ]
 )
 
 
