@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import gc
+import importlib
 import os
 import platform
 import sys
@@ -19,9 +20,6 @@ from collections.abc import Callable, Coroutine
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # for tests.support
 
 from lite_report import Report, _cpu_name, median, progress
 from torch_rig import Rig, Sizes, compile_first
@@ -43,8 +41,9 @@ async def throughput(rig: Rig) -> None:
     sizes, report, name = rig.sizes, rig.report, "throughput"
     async with contextlib.AsyncExitStack() as stack:
         present: list[Contestant] = [TransformersBatch(rig.model), TransformersContinuous(rig.model)]
-        for numerics in ("standard", "bitwise"):
-            present.append(await stack.enter_async_context(Kite.open(rig.folder, rig.threads, numerics)))
+        standard = await stack.enter_async_context(Kite.open(rig.folder, rig.threads, "standard"))
+        bitwise = await stack.enter_async_context(Kite.open(rig.folder, rig.threads, "bitwise"))
+        present.extend((standard, bitwise))
         if (vllm := start_vllm(rig, name, stack)) is not None:
             present.append(vllm)
         rates: dict[str, list[float]] = {}
@@ -206,19 +205,24 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def support() -> Any:
+    """The tests' module that makes model folders."""
+    root = str(Path(__file__).resolve().parents[2])
+    if root not in sys.path:
+        sys.path.append(root)
+    return importlib.import_module("tests.support.hf_folders")
+
+
 def make_folder(place: Path) -> Path:
     """SmolLM2 as a folder."""
-    from tests.support.hf_folders import smollm2_folder
-
     progress("writing the model folder")
-    return smollm2_folder(place / "smollm2-135m-instruct")
+    found: Path = support().smollm2_folder(place / "smollm2-135m-instruct")
+    return found
 
 
 def reference(folder: Path) -> Any:
     """The model as transformers alone runs it."""
-    from tests.support.hf_folders import reference_model
-
-    return reference_model(folder, attention="sdpa")
+    return support().reference_model(folder, attention="sdpa")
 
 
 def describe(rig: Rig, note: str | None) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def _bare_step(model: Any, batch: int) -> Callable[[], float]:
             rows = list(found.logits[:, -1].float().numpy())
             seconds = time.perf_counter() - begin
         assert len(rows) == batch
-        cache.crop(_CONTEXT)
+        cache.crop(-1)
         return seconds
 
     return step

@@ -14,6 +14,7 @@ PYTHON=${PYTHON:-python3}
 export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 total_s=465
+tests_s=240
 
 device=cuda
 build_options=(--cuda)
@@ -22,6 +23,8 @@ if [ "${1:-}" = "--dry-run" ]; then
     device=cpu
     build_options=()
     bench_options=(--tiny)
+    total_s=1500
+    tests_s=1000
 fi
 if [ -n "${OUT:-}" ]; then
     mkdir -p "$OUT"
@@ -74,13 +77,13 @@ echo "== csrc"
 echo "== tests"
 log=${OUT:+$OUT/}
 if [ -n "$log" ]; then
-    timeout 240 "$PYTHON" tests/gpu/runner.py --device "$device" 2>&1 | tee "${log}tests.log"
+    timeout "$tests_s" "$PYTHON" tests/gpu/runner.py --device "$device" 2>&1 | tee "${log}tests.log"
     tests=${PIPESTATUS[0]}
 else
-    timeout 240 "$PYTHON" tests/gpu/runner.py --device "$device"
+    timeout "$tests_s" "$PYTHON" tests/gpu/runner.py --device "$device"
     tests=$?
 fi
-[ "$tests" = 124 ] && echo "The tests were stopped after 240 s."
+[ "$tests" = 124 ] && echo "The tests were stopped after $tests_s s."
 
 echo "== benchmark"
 left=$((total_s - (SECONDS - begin)))

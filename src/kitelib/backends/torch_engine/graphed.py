@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kitelib.backends.torch_engine.graphs import (
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kitelib.backends.torch_engine.packing import PackedStep, RowPlan
     from kitelib.backends.torch_engine.pages import PagedCache
 
-__all__ = ["decode_batch", "decode_graphs"]
+__all__ = ["capture", "decode_batch", "decode_graphs"]
 
 
 def decode_graphs(
@@ -82,3 +82,14 @@ def decode_batch(packed: PackedStep, draws: Sequence[TokenDraw | None] = ()) -> 
     """What `DecodeGraphs` needs of a packed decode step (`PackedStep.is_decode`); its padding is left out."""
     count = len(packed.contexts)
     return DecodeBatch(packed.ids[:count], packed.contexts, packed.slots[:count], packed.tables, draws)
+
+
+def capture(graphs: DecodeGraphs, progress: Callable[[int, int], None] | None = None) -> str:
+    """Captures all graphs, as `DecodeGraphs.warm`. A model whose code waits for the device can't be captured: then the
+    reason is given back, for people, and the graphs must not be used; "" if all is well."""
+    try:
+        graphs.warm(progress)
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        return f"decode steps run without CUDA graphs, which costs speed: {reason}"
+    return ""
