@@ -14,7 +14,7 @@ from kitelib.abc import StepWork
 
 __all__ = ["decode_steps", "weight_floor"]
 
-_CONTEXT = 64
+_CONTEXT, _CHUNK = 64, 16
 
 
 def decode_steps(rig: Rig) -> None:
@@ -100,7 +100,8 @@ def _kite_step(backend: Any, batch: int) -> Callable[[], float]:
     """A step of the backend, from token ids to logits on the host."""
     sequences = [backend.create() for _ in range(batch)]
     for sequence, tokens in zip(sequences, _tokens(batch, _CONTEXT), strict=True):
-        backend.step([StepWork(sequence, tokens, 0, False)])
+        for start in range(0, _CONTEXT, _CHUNK):
+            backend.step([StepWork(sequence, tokens[start : start + _CHUNK], start, False)])
     starts = itertools.count(_CONTEXT)  # the context grows by a token per step: some tens, which is nothing
 
     def step() -> float:

@@ -163,10 +163,15 @@ class TorchLoader:
 
     def _choose_kernel(self, block_tokens: int) -> AttentionKernel:
         if self._cuda:
+            import torch
+
             from kitelib.backends.torch_engine.kernels.triton_attention import TritonAttention
 
             return TritonAttention(
-                block_tokens, bitwise=self._options.numerics == "bitwise", max_context=self._context_tokens
+                block_tokens,
+                bitwise=self._options.numerics == "bitwise",
+                max_context=self._context_tokens,
+                num_sms=torch.cuda.get_device_properties(self._device).multi_processor_count,
             )
         from kitelib.backends.torch_engine.kernels.gathered import GatheredAttention
         from kitelib.backends.torch_engine.kernels.native import native_attention, native_attention_note

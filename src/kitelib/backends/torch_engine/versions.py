@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ def execution_versions(device: torch.device, threads: int) -> dict[str, str | in
     if device.type == "cuda":
         found["cuda"] = str(torch.version.cuda)
         found["device_name"] = torch.cuda.get_device_name(device)
+        found["capability"] = repr(torch.cuda.get_device_capability(device))
+        found["triton"] = importlib.metadata.version("triton")
         return found
     library = native_library()
     found["native"] = "none" if library is None else hashlib.sha256(library.path.read_bytes()).hexdigest()
