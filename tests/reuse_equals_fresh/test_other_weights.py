@@ -46,7 +46,7 @@ async def check_fresh(engine: KiteEngine, prompts: list[list[int]], expected: li
         assert answer(await engine.generate(prompt, **GREEDY, **options)) == each
 
 
-async def test_smollm2_with_one_changed_weight(
+async def test_one_changed_weight_in_the_same_place(
     kit: BackendKit, model: Path, open_engine: OpenEngine, tmp_path: Path
 ) -> None:
     """B18, B19: the file is replaced under the same path: same name, size and modification time, one byte differs."""

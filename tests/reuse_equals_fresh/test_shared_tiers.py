@@ -81,6 +81,7 @@ async def test_the_first_request_of_another_process_is_all_hits_and_bit_by_bit_t
     for prompt in prompts:
         expected = await cold_answer(cold_engine, prompt, **GREEDY)
         async with open_engine(model, pool=PoolConfig(**shared), **SIZES) as engine:
+            computes_slowly(engine)
             gen = await engine.generate(prompt, **GREEDY)
             assert answer(gen) == expected
             assert (gen.reuse.zero_prefill, gen.usage.cached_tokens) == (True, len(prompt))

@@ -16,7 +16,7 @@ from kitelib.testing import Fault, FaultyStore, fault_every
 from kitelib.upcycle import preheat_ru_pool
 from tests.support.answers import ONE_STEP, answer, cold_answer, prompt_of
 from tests.support.backends import BackendKit
-from tests.support.engines import assert_nothing_left, until
+from tests.support.engines import assert_nothing_left, computes_slowly, until
 from tests.support.writer_process import write_in_another_process
 
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 512)
@@ -48,6 +48,7 @@ async def test_another_process_finds_everything_and_answers_bit_by_bit_the_same(
 ) -> None:
     """B21: what one process stored is found after a restart. B6: keys do not depend on the process."""
     async with open_engine(model, pool=PoolConfig(disk=str(filled)), **SIZES) as engine:
+        computes_slowly(engine)
         for length in LENGTHS:
             prompt = prompt_of(length, seed=7)
             gen = await engine.generate(prompt, reuse=ONE_STEP, **GREEDY)
@@ -66,6 +67,7 @@ async def test_the_first_request_of_another_process_needs_no_prefill(
     """B11: a prompt that is known as a whole, exact multiples of the block size included, needs no model step."""
     for length in (512, 33):
         async with open_engine(model, pool=PoolConfig(disk=str(filled)), **SIZES) as engine:
+            computes_slowly(engine)
             gen = await engine.generate(prompt_of(length, seed=7), **GREEDY)
             assert answer(gen) == expected[length]
             assert (gen.reuse.zero_prefill, gen.usage.cached_tokens) == (True, length)

@@ -11,7 +11,15 @@ import anyio
 from kitelib import KiteEngine
 from kitelib.abc import StepResult, StepWork
 
-__all__ = ["StepRecorder", "assert_nothing_left", "computes_slowly", "evict_context", "some_tokens", "until"]
+__all__ = [
+    "StepRecorder",
+    "assert_nothing_left",
+    "computes_slowly",
+    "evict_context",
+    "holder_of_template",
+    "some_tokens",
+    "until",
+]
 
 
 async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
@@ -46,6 +54,12 @@ async def evict_context(engine: KiteEngine) -> None:
     await engine.flush()
     memory = engine._current.memory
     await engine._current.on_model_thread(lambda: sum(1 for _ in iter(memory.evict_one, False)))
+
+
+def holder_of_template(engine: KiteEngine) -> Any:
+    """What has the chat template of the engine's model in `_template`."""
+    backend: Any = engine._current.backend
+    return getattr(backend, "_tokenizer", backend)
 
 
 def some_tokens(count: int, first: int = 100) -> list[int]:

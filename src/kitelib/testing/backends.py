@@ -223,7 +223,7 @@ def _bad_steps_change_nothing(bench: _Bench) -> None:
     backend, info = bench.backend, bench.backend.info
     half = len(bench.prompt) // 2
     with bench.sequence(bench.prompt[:half]) as sequence:
-        room = backend.room()
+        room = backend.room(), backend.room(sequence)
         for start in (half - 1, half + 1, 0):
             bench.require(
                 bench.step_fails(sequence, bench.prompt[:2], start),
@@ -236,7 +236,8 @@ def _bad_steps_change_nothing(bench: _Bench) -> None:
         bench.require(
             bench.step_fails(sequence, [info.vocab_size], half), "an unknown token id must raise BackendStepError"
         )
-        bench.require(backend.room() == room, "a step that failed must not take room")
+        after = backend.room(), backend.room(sequence)
+        bench.require(after == room, "a step that failed must not take room")
         found = bench.extend(sequence, bench.prompt, half)
         bench.require(bench.same(found, bench.fresh(bench.prompt)), "a step that failed must have processed nothing")
 

@@ -39,11 +39,15 @@ async def engine(shared_engine: KiteEngine) -> AsyncIterator[KiteEngine]:
 
 @pytest.fixture
 def open_tiny(kit: BackendKit, cache_dir: Path) -> Callable[..., Any]:
-    """``open_tiny(**options)``: a random llama of 2 layers, which opens and runs in no time."""
+    """``open_tiny(**options)``: a random llama of 2 layers, which opens and runs in no time. Option `capacity` is
+    the room for tokens in all."""
+    path = kit.small()
 
-    def opening(**options: Any) -> Any:
+    def opening(*, capacity: int | None = None, **options: Any) -> Any:
+        if capacity is not None:
+            options["kv_tokens"] = kit.kv_tokens(capacity)
         defaults = {"n_ctx": 256, "threads": 1, "max_sequences": 4, "cache_dir": cache_dir}
-        return KiteEngine.open(kit.small(), **{**defaults, **options})
+        return KiteEngine.open(path, **{**defaults, **options})
 
     return opening
 

@@ -18,7 +18,7 @@ from kitelib.errors import (
     PromptTooLongError,
     UnsupportedOptionError,
 )
-from tests.support.engines import until
+from tests.support.engines import holder_of_template, until
 
 SYSTEM = "You are the assistant of a bank. Answer in one short sentence."
 
@@ -34,7 +34,7 @@ FORGETFUL = """{% for m in messages if m.role != "assistant" %}{{ m.content }}
 
 
 def use_template(engine: KiteEngine, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
-    monkeypatch.setattr(engine._current.backend, "_template", ChatTemplate(source, "", "<|im_end|>"))
+    monkeypatch.setattr(holder_of_template(engine), "_template", ChatTemplate(source, "", "<|im_end|>"))
 
 
 async def test_every_turn_appends_and_computes_only_what_is_new(engine: KiteEngine, record: Any) -> None:

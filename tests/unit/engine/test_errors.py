@@ -26,7 +26,7 @@ from kitelib.errors import (
     UnknownAdapterError,
     UnsupportedOptionError,
 )
-from tests.support.engines import assert_nothing_left
+from tests.support.engines import assert_nothing_left, holder_of_template
 from tests.support.gguf_files import corrupt_copy, truncated_copy
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -47,12 +47,16 @@ async def refused(engine: KiteEngine, error: type[KiteError], match: str) -> Asy
 # Opening
 
 
+def model_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "kite-model"}
+
+
 async def open_fails(error: type[KiteError], match: str, model: Any, **options: Any) -> None:
-    tasks, threads = asyncio.all_tasks(), threading.active_count()
+    tasks, threads, models = asyncio.all_tasks(), threading.active_count(), model_threads()
     with pytest.raises(error, match=match):
         await KiteEngine.open(model, threads=options.pop("threads", 1), **options)
     assert asyncio.all_tasks() == tasks
-    assert [thread for thread in threading.enumerate() if thread.name == "kite-model"] == []
+    assert model_threads() == models
     assert threading.active_count() <= threads + 1  # at most a pooled worker thread
 
 
@@ -127,7 +131,7 @@ async def test_options_that_do_not_fit_a_folder(
 
 
 async def test_a_folder_without_a_model(tmp_path: Path) -> None:
-    await open_fails(ModelNotFoundError, "config.json", tmp_path)
+    await open_fails(ModelFormatError, "model.safetensors", tmp_path)
 
 
 async def test_a_damaged_adapter(tmp_path: Path, tiny_model: Callable[..., Path], smollm2_lora: Path) -> None:
@@ -308,7 +312,7 @@ async def test_a_template_that_ignores_tools_refuses_them(engine: KiteEngine) ->
 
 async def test_a_model_without_a_template_can_not_chat(open_tiny: Any) -> None:
     async with open_tiny() as engine:
-        engine._current.backend._template._source = None
+        holder_of_template(engine)._template._source = None
         async with refused(engine, UnsupportedOptionError, "no chat template"):
             await engine.chat(HELLO)
 

@@ -24,7 +24,7 @@ from tests.support.engines import assert_nothing_left, computes_slowly, evict_co
 
 OFF = ReusePolicy(mode="off")
 NO_LOGITS = ReusePolicy(zero_prefill=False)
-SIZES: dict[str, Any] = {"n_ctx": 256, "kv_tokens": 512, "max_sequences": 6}
+SIZES: dict[str, Any] = {"n_ctx": 256, "capacity": 512, "max_sequences": 6}
 Call = dict[str, Any]
 
 
@@ -70,14 +70,16 @@ def attach(monkeypatch: pytest.MonkeyPatch, store: Any) -> None:
 
 
 async def cold(open_tiny: Any, calls: Sequence[Call]) -> list[Any]:
-    async with open_tiny(**{**SIZES, "kv_tokens": 1024}, reuse=OFF) as engine:
+    async with open_tiny(**{**SIZES, "capacity": 1280}, reuse=OFF) as engine:
         return [answer(await engine.generate(**call)) for call in calls]
 
 
 def nothing_on_its_way(engine: KiteEngine) -> Callable[[], bool]:
     def quiet() -> bool:
         gc.collect()
-        lates = [each for each in gc.get_objects() if isinstance(each, Late)]
+        lates = [
+            each for each in gc.get_objects() if type(each) is Late
+        ]  # torch has objects that mind being asked more
         tiers = engine.pool.tiers.tiers
         return (
             not any(late.promising for late in lates)

@@ -75,7 +75,9 @@ class BlockTables:
 
     def used_tokens(self) -> int:
         """Tokens held, shared ones counted once. Any thread."""
-        size, filled = self.block_tokens, {}  # of blocks that somebody fills in part: holders seen, tokens at most
+        size = self.block_tokens
+        # Of blocks that somebody fills in part: how many do, and to which token at most.
+        filled: dict[int, tuple[int, int]] = {}
         for table in list(self._tables.values()):
             if table.num_tokens % size:
                 block = int(table.blocks[table.num_blocks - 1])

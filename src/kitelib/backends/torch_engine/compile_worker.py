@@ -25,7 +25,7 @@ import time
 import zipfile
 from typing import TYPE_CHECKING, Any
 
-from kitelib.backends.torch_engine.plan import StepPlan, StepState, use_step
+from kitelib.backends.torch_engine.plan import StepState, use_step
 from kitelib.backends.torch_engine.program import (
     LIBRARY,
     OPERATIONS,
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
     """Compiles; the exit status."""
     job = json.loads(arguments[0])
     _end_with_input()
-    os.nice(19)
+    os.nice(job["niceness"])
     # If memory gets short nevertheless, this process has to go, not the engine.
     with contextlib.suppress(OSError):
         pathlib.Path("/proc/self/oom_score_adj").write_text("1000")
@@ -87,7 +87,9 @@ def main(arguments: list[str]) -> int:
 
 def _end_with_input() -> None:
     def watch() -> None:
-        sys.stdin.buffer.read()
+        # Not `sys.stdin`: its lock, held by this thread at the end of the process, would abort it.
+        while os.read(0, 4096):
+            pass
         with contextlib.suppress(OSError):
             if os.getpgrp() == os.getpid():
                 os.killpg(0, signal.SIGKILL)  # the C++ compiler too
@@ -240,12 +242,8 @@ class _Causal:
     def attend(self, query: Any, key: Any, value: Any, _keys: Any, _values: Any, _plan: Any, **options: Any) -> Any:
         from torch.nn.functional import scaled_dot_product_attention
 
-        found = scaled_dot_product_attention(
-            *(each.transpose(0, 1)[None] for each in (query, key, value)),
-            is_causal=True,
-            scale=options["scale"],
-            enable_gqa=True,
-        )
+        q, k, v = (each.transpose(0, 1)[None] for each in (query, key, value))
+        found = scaled_dot_product_attention(q, k, v, is_causal=True, scale=options["scale"], enable_gqa=True)
         return found[0].transpose(0, 1).contiguous()
 
 
@@ -259,9 +257,10 @@ def _inputs(forward: Forward, rows: int) -> tuple[torch.Tensor, torch.Tensor, to
 
 
 def _state() -> StepState:
-    plan: Any = StepPlan(*(None,) * 9)  # type: ignore[arg-type] - nothing asks
+    nothing: Any = None  # nobody asks for a plan
     cache: Any = _NoPages()
-    return StepState(plan, cache, _Causal())
+    kernel: Any = _Causal()
+    return StepState(nothing, cache, kernel)
 
 
 def _check(program: Program, forward: Forward, max_rows: int) -> None:
@@ -284,10 +283,11 @@ def _speedup(program: Program, forward: Forward) -> float:
     import torch
 
     inputs = _inputs(forward, _TIMED_ROWS)
+    runs: list[Any] = [forward.logits, program]
     best = [float("inf"), float("inf")]
     with torch.inference_mode(), use_step(_state()):
         for _ in range(8):
-            for which, run in enumerate((forward.logits, program)):
+            for which, run in enumerate(runs):
                 begin = time.perf_counter()
                 run(*inputs)
                 best[which] = min(best[which], time.perf_counter() - begin)

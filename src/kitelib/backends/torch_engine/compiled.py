@@ -59,6 +59,7 @@ class CompiledDecode:
         max_rows: most rows of a pass.
         experts: as of `open_model`.
         min_parameters: smaller models are left alone.
+        niceness: by how much the compiling process steps back; 19 is the most.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class CompiledDecode:
         max_rows: int = 256,
         experts: str | None = None,
         min_parameters: int = _MIN_PARAMETERS,
+        niceness: int = 19,
     ) -> None:
         self._opened_path = pathlib.Path(opened.facts.path)
         self._job: dict[str, Any] = {
@@ -80,6 +82,7 @@ class CompiledDecode:
             "experts": experts,
             "threads": threads,
             "max_rows": max_rows,
+            "niceness": niceness,
         }
         self._max_rows = max_rows
         self._folder = program_folder(cache_dir, opened.model_state, threads, max_rows, experts)

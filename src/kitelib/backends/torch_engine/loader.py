@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from kitelib.backends.torch_engine.compiled import CompiledDecode
     from kitelib.backends.torch_engine.kernels.contract import AttentionKernel
+    from kitelib.backends.torch_engine.linear import RowTile
     from kitelib.backends.torch_engine.lora import AdapterSet
     from kitelib.backends.torch_engine.opening import Dtype, OpenedModel
 
@@ -54,6 +55,7 @@ class TorchLoader:
         self._progress = progress or (lambda *_: None)
         self._notes: list[str] = []
         self._closers: list[Callable[[], None]] = []
+        self._tile: RowTile | None = None
 
     def load(self) -> TorchBackend:
         """See `TorchBackend.load`."""
@@ -103,6 +105,7 @@ class TorchLoader:
                 self._max_sequences + _IDLE_SEQUENCES,
                 adapters=adapters,
                 compiled=self._compiled,
+                tile=self._tile,
             )
 
         num_blocks = self._capacity(opened, layers, block_tokens, rows, make)
@@ -186,7 +189,7 @@ class TorchLoader:
         if not self._cuda:
             from kitelib.backends.torch_engine.linear import pack_linears
 
-            pack_linears(opened.model)
+            self._tile = pack_linears(opened.model).tile
         if not self._options.adapters:
             return None
         from kitelib.backends.torch_engine.lora import AdapterSet
@@ -237,7 +240,9 @@ class TorchLoader:
 
             def make(plan: RowPlan) -> Runner:
                 pages = PagedCache(layers, blocks, block_tokens, opened.kv_dtype, self._device)
-                return Runner(self._forward, pages, kernel, plan, self._max_sequences + 64, adapters=adapters)
+                return Runner(
+                    self._forward, pages, kernel, plan, self._max_sequences + 64, adapters=adapters, tile=self._tile
+                )
 
             plan = find_plan(
                 make, CUDA_PLANS if self._cuda else PLANS, opened.facts.vocab_size, self._max_sequences, sorted(states)

@@ -22,12 +22,13 @@ __all__ = ["PackedStep", "RowPlan", "pack"]
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowPlan:
     """Which numbers of rows a pass may have: `min_rows` to `max_rows`, in multiples of `multiple`. Missing rows are
-    padded. Matrix kernels choose their way of summing by the number of rows, so this decides whether a row's bits
-    depend on its company."""
+    padded. Packed linears (`linear.py`) compute `tile` rows at once; 0 means all. Matrix kernels choose their way of
+    summing by the number of rows, so this decides whether a row's bits depend on its company."""
 
     min_rows: int
     max_rows: int
     multiple: int = 1
+    tile: int = 0
 
     def padded(self, rows: int) -> int:
         """Rows of a pass that has `rows` real ones."""

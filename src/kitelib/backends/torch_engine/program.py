@@ -92,7 +92,7 @@ class Program:
         if record.uses_amx and not torch.cpu._init_amx():
             raise BackendError("the system does not let this process use AMX, which the compiled program needs")
         self.record = record
-        aoti: Any = torch._C._aoti  # type: ignore[attr-defined]
+        aoti: Any = torch._C._aoti
         try:
             self._runner = aoti.AOTIModelContainerRunnerCpu(str(folder / LIBRARY), 1)
         except RuntimeError as error:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kitelib.abc import BlockPayload, SequenceId, StepResult, StepWork
 from kitelib.backends.torch_engine.blocks import BlockTables
 from kitelib.backends.torch_engine.compiled import CompiledDecode, decode_step
+from kitelib.backends.torch_engine.linear import RowTile
 from kitelib.backends.torch_engine.lora import AdapterSet, Segment
 from kitelib.backends.torch_engine.packing import PackedStep, RowPlan, pack
 from kitelib.backends.torch_engine.payloads import PayloadLayout
@@ -42,6 +43,7 @@ class Runner:
         max_sequences: sequences that may be alive, idle ones included.
         adapters: those of the model.
         compiled: a faster way to compute a step, where there is one.
+        tile: of the model's packed linears, which other runners of the same model set, too.
 
     Attributes:
         cache: memory of the KV.
@@ -61,6 +63,7 @@ class Runner:
         *,
         adapters: AdapterSet | None = None,
         compiled: CompiledDecode | None = None,
+        tile: RowTile | None = None,
     ) -> None:
         self.tables = BlockTables(cache.num_blocks, cache.block_tokens, max_sequences, self._copy_block)
         self.layout = PayloadLayout.of(cache)
@@ -73,6 +76,7 @@ class Runner:
         self._adapters = adapters
         self.mixes_adapters = adapters is not None and adapters.mixable
         self._compiled = compiled
+        self._tile = tile or RowTile()
         self.transfer = BlockTransfer(cache)
         self._overlaps = cache.arena.device.type != "cpu"
         self._device: Any = "cpu" if cache.arena.device.type == "cpu" else cache.arena.device
@@ -157,6 +161,7 @@ class Runner:
 
         plan = packed.plan(self._device, history=self._latent)
         state = StepState(plan, self.cache, self._kernel, self.transfer.wait_layer if self._overlaps else None)
+        self._tile.rows = self._rows.tile
         adapters = self._adapters if segments else None
         with use_step(state), nullcontext() if adapters is None else adapters.use(segments, packed.num_rows):
             if self._compiled is not None and adapters is None:

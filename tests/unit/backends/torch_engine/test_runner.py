@@ -235,7 +235,7 @@ def test_bad_restores_change_nothing(held: Any, monkeypatch: pytest.MonkeyPatch)
     def fail(*_: Any) -> None:
         raise RuntimeError("the copy broke")
 
-    monkeypatch.setattr(runner._transfer, "restore", fail)
+    monkeypatch.setattr(runner.transfer, "restore", fail)
     with pytest.raises(BackendError, match="the copy broke"):
         runner.restore(target, 0, [full])
     assert (runner.tables[target].num_tokens, runner.tables.free_blocks) == (0, free)

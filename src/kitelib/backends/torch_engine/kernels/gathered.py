@@ -35,7 +35,7 @@ class GatheredAttention:
         window: int,
         softcap: float,
     ) -> torch.Tensor:
-        if plan.scratch is None:
+        if type(plan.scratch) is not tuple:
             plan.scratch = (plan.row_starts.tolist(), plan.contexts.tolist())
         starts, contexts = plan.scratch
         starts, contexts = starts[: plan.num_sequences + 1], contexts[: plan.num_sequences]

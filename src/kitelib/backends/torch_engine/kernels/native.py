@@ -26,6 +26,9 @@ _ALIGN: Final = 64
 _ITEM_LINES: Final = 96
 """Query vectors of an item: enough to make up for turning keys and values into floats, few enough to share work."""
 
+_ALONE_PAIRS: Final = 1024
+"""Up to so many pairs of a row and a key, times KV heads (some 15 us), waking other threads gains nothing."""
+
 Int32s = npt.NDArray[np.int32]
 
 
@@ -45,14 +48,14 @@ class _Work(threading.local):
 class _Step:
     """What stays the same for the layers of a pass: the arguments that come from its plan, and the work items."""
 
-    __slots__ = ("alike", "call", "items", "layout", "pointer", "rows_per_item", "shared")
+    __slots__ = ("alike", "call", "items", "layout", "pairs", "pointer", "rows_per_item", "shared")
 
     def __init__(self, plan: StepPlan, kernel: int, run: int | None, threads: int) -> None:
         self.call = call = AttentionCall()
         self.pointer = ctypes.byref(call)
         self.layout: Any = None
         self.shared: tuple[int, ...] = ()
-        self.rows_per_item = 0
+        self.rows_per_item = self.pairs = 0
         self.items: Int32s | None = None
         tables = plan.tables
         assert tables.stride(-1) == 1
@@ -82,6 +85,7 @@ class _Step:
             length = np.minimum(rows, new_rows[sequence] - first)
             items = np.stack((sequence, first, length), axis=1).astype(np.int32)
             cost = length * (contexts - new_rows)[sequence] + length * (first + length // 2)
+        self.pairs = int((new_rows.astype(np.int64) * contexts).sum())
         self.items = items = np.ascontiguousarray(items[np.argsort(-cost, kind="stable")])
         self.call.items, self.call.num_items, self.call.item_rows = items.ctypes.data, len(items), rows
         self.rows_per_item = rows
@@ -124,8 +128,8 @@ class NativeAttention:
         window: int,
         softcap: float,
     ) -> torch.Tensor:
-        step: _Step | None = plan.scratch
-        if step is None:
+        step = plan.scratch
+        if type(step) is not _Step:  # none yet, or what the latent layers of the same model keep
             step = plan.scratch = _Step(plan, self._kernel, self._run, self._threads or self._num_threads())
         call = step.call
         layout = (query.shape, query.stride(), key.stride(), value.shape, value.stride(), key_pages.dtype)
@@ -173,6 +177,7 @@ class NativeAttention:
         rows_per_item = max(1, _ITEM_LINES * kv_heads // max(1, query_heads))
         step.cut(plan, min(rows_per_item, max(1, plan.max_rows)))
         call.item_heads = kv_heads if step.alike else 1
+        call.run = self._run if step.pairs * kv_heads > _ALONE_PAIRS else None
         shared = (query_heads, kv_heads, key_dim, value_dim)
         if shared != step.shared:
             needed = self._library.attend_scratch(step.pointer) * call.threads

@@ -39,7 +39,7 @@ def ragged_attention(
     Returns:
         (rows, query heads, value dim), contiguous; rows of padding are 0.
     """
-    if plan.scratch is None:
+    if type(plan.scratch) is not tuple:
         plan.scratch = (plan.row_starts.tolist(), plan.contexts.tolist())
     starts, contexts = plan.scratch
     out = query.new_zeros((query.shape[0], query.shape[1], value.shape[3]))
