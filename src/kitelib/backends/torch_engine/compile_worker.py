@@ -5,7 +5,7 @@ ends, with all it started, when its standard input does: that is, when the engin
 last line on standard error says what went wrong.
 
 One program serves every number of rows: the compiler keeps the sizes symbolic. Programs for fixed sizes would hold the
-weights once each, and gain nothing that could be measured.
+weights once each, and were not faster where that was tried.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def _settings(forward: Forward) -> dict[str, Any]:
     import torch
 
     dtype = next(forward.model.parameters()).dtype
-    # With AMX the compiler's own kernels won every measurement, by up to two; elsewhere let it measure.
+    # With AMX the compiler's own kernels won on every shape tried, but beside busy processes its measurements pick others.
     sure = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
     return {
         "freezing": True,

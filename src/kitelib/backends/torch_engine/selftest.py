@@ -24,10 +24,13 @@ PLANS = (
     RowPlan(1, _MOST),
     RowPlan(2, _MOST),
     RowPlan(4, _MOST),
+    RowPlan(16, _MOST),
     RowPlan(1, _MOST, tile=32),
     RowPlan(4, _MOST, 4, tile=32),
     RowPlan(16, _MOST, 16, tile=16),
+    RowPlan(64, _MOST, 16),
     RowPlan(64, 128, 16),
+    RowPlan(64, 64, 64),
     RowPlan(1, 32),
     RowPlan(16, 16, 16),
 )

@@ -26,9 +26,9 @@ __all__ = ["SPIN_COUNT", "default_threads", "prepare_torch"]
 SPIN_COUNT = "1000"
 """Turns that an idle worker spins before it sleeps, about 50 microseconds: longer than most gaps within a pass.
 
-Milliseconds of a compiled step of 16 rows (SmolLM2-135M, 2 threads on 2 cores): alone on the machine 40.5 with 0, 17.6
-with 1000, 15.8 with 5000, 14.8 with the default (300000); beside busy processes 33 with 0, 45 with 1000, 80 to 300 with
-3000 and 5000, and seconds with the default.
+Milliseconds of a compiled pass of 16 rows without attention (SmolLM2-135M, 2 threads on 2 cores), best of 20: with both
+cores to itself 40.5 with 0, 17.6 with 1000, 15.8 with 5000, 14.8 with the default (300000); beside other busy
+processes, best of 15 or 25 in several runs, 28 to 52 with 0, 43 to 48 with 1000, 63 to 328 with 3000 and 5000.
 """
 # GNU's runtime is what torch ships on Linux; LLVM's and Intel's (conda, macOS) count in milliseconds.
 _SETTINGS = {

@@ -21,12 +21,14 @@ Way = Callable[[int, int, str | None], Any]
 
 
 class FakeRunner:
-    """KV and logits are digests of a sequence's own tokens and of the way of summing in which each was computed."""
+    """KV and logits are digests of a sequence's own tokens and of the way of summing in which each was computed; with
+    `tiles`, its matrices compute as many rows at once as the plan says."""
 
-    def __init__(self, plan: RowPlan, way: Way) -> None:
+    def __init__(self, plan: RowPlan, way: Way, *, tiles: bool = False) -> None:
         self.tables = BlockTables(TEST_TOKENS // 4 + 100, 4, 100, lambda source, target: None)
         self._plan = plan
         self._way = way
+        self._tile = plan.tile if tiles and plan.tile else 2**31
         self._kv: dict[int, list[bytes]] = {}
 
     def step(self, work: Sequence[StepWork]) -> StepResult:
@@ -40,7 +42,7 @@ class FakeRunner:
             self.tables.extend(item.sequence, len(item.token_ids))
             kv = self._kv.setdefault(int(item.sequence), [])
             del kv[item.start :]
-            way = self._way(self._plan.padded(total), outputs, table.adapter)
+            way = self._way(min(self._plan.padded(total), self._tile), outputs, table.adapter)
             for token in item.token_ids:
                 past = b"".join(kv[-1:])
                 kv.append(hashlib.sha256(past + repr((token, way)).encode()).digest())
@@ -51,13 +53,13 @@ class FakeRunner:
         return [SimpleNamespace(data=np.frombuffer(b"".join(self._kv[int(sequence)]), np.uint8))]
 
 
-def found(way: Way, groups: Any = PLANS, adapters: Sequence[str] = ()) -> RowPlan | None:
-    return find_plan(lambda plan: FakeRunner(plan, way), groups, 1000, 16, adapters)  # type: ignore[arg-type,return-value]
+def found(way: Way, plans: Any = PLANS, adapters: Sequence[str] = (), *, tiles: bool = False) -> RowPlan | None:
+    return find_plan(lambda plan: FakeRunner(plan, way, tiles=tiles), plans, 1000, 16, adapters)  # type: ignore[arg-type,return-value]
 
 
 def test_sound_kernels_need_no_padding() -> None:
     assert found(lambda rows, outputs, adapter: 0) == RowPlan(1, 256)
-    assert found(lambda rows, outputs, adapter: 0, CUDA_PLANS) == CUDA_PLANS[0][0]
+    assert found(lambda rows, outputs, adapter: 0, CUDA_PLANS) == CUDA_PLANS[0]
 
 
 @pytest.mark.parametrize(("least", "plan"), [(2, RowPlan(2, 256)), (3, RowPlan(4, 256)), (16, RowPlan(16, 256))])
@@ -66,18 +68,24 @@ def test_few_rows_are_padded_to_where_kernels_agree(least: int, plan: RowPlan) -
 
 
 def test_kernels_that_change_in_the_middle_are_kept_on_one_side() -> None:
-    """Both sides hold; which one is cheaper is measured."""
-    assert found(lambda rows, outputs, adapter: rows > 32) in (RowPlan(64, 256, 16), RowPlan(1, 32))
-    assert found(lambda rows, outputs, adapter: (rows > 32, rows > 128)) in (RowPlan(64, 128, 16), RowPlan(1, 32))
+    assert found(lambda rows, outputs, adapter: rows > 32) == RowPlan(64, 256, 16)
+    assert found(lambda rows, outputs, adapter: (rows > 32, rows > 128)) == RowPlan(64, 128, 16)
+    assert found(lambda rows, outputs, adapter: min(rows, 63) if rows > 32 else 0) == RowPlan(64, 256, 16)
+
+
+def test_tiles_make_passes_of_any_size_alike() -> None:
+    assert found(lambda rows, outputs, adapter: rows > 32, tiles=True) == RowPlan(1, 256, tile=32)
+    assert found(lambda rows, outputs, adapter: (rows > 3, rows > 32), tiles=True) == RowPlan(4, 256, 4, tile=32)
+    assert found(lambda rows, outputs, adapter: (rows > 15, rows > 16), tiles=True) == RowPlan(16, 256, 16, tile=16)
 
 
 def test_if_every_number_of_rows_is_another_kernel_one_number_is_left() -> None:
-    assert found(lambda rows, outputs, adapter: rows) in (RowPlan(64, 64, 64), RowPlan(16, 16, 16))
-    assert found(lambda rows, outputs, adapter: rows, CUDA_PLANS) == CUDA_PLANS[0][0]
+    assert found(lambda rows, outputs, adapter: rows) == RowPlan(64, 64, 64)
+    assert found(lambda rows, outputs, adapter: rows, CUDA_PLANS) == CUDA_PLANS[0]
 
 
 def test_odd_numbers_of_rows_are_noticed() -> None:
-    assert found(lambda rows, outputs, adapter: rows % 16 == 0) == RowPlan(64, 256, 16)
+    assert found(lambda rows, outputs, adapter: rows % 16 == 0) == RowPlan(16, 256, 16, tile=16)
 
 
 def test_bits_that_hang_on_the_number_of_logits_hold_nowhere() -> None:
