@@ -14,7 +14,7 @@ from kitelib.backends.chat_template import ChatTemplate
 from kitelib.backends.llama_cpp.blocks import StateLayout
 from kitelib.backends.llama_cpp.build_id import library_digest
 from kitelib.backends.llama_cpp.context import ContextOptions, LlamaContext
-from kitelib.backends.llama_cpp.library import default_threads, load_library, spin_note
+from kitelib.backends.llama_cpp.library import load_library, spin_note
 from kitelib.backends.llama_cpp.model import GGUFModel
 from kitelib.backends.llama_cpp.model_state import model_state
 from kitelib.backends.llama_cpp.selftest import PLANS, SPLITS, RowPlan, find_plan
@@ -22,6 +22,7 @@ from kitelib.backends.selftest_cache import SelfTestCache
 from kitelib.config import AdapterConfig, Numerics, block_tokens_of
 from kitelib.errors import BackendError, ConfigError, FormatError, UnknownAdapterError
 from kitelib.fingerprint import encode_fields
+from kitelib.runtime.cores import default_threads
 from kitelib.runtime.limits import available_memory_bytes
 
 __all__ = ["LlamaCppBackend", "LlamaCppOptions"]

@@ -22,6 +22,7 @@ from kitelib.backends.torch_engine.versions import execution_versions
 from kitelib.config import Numerics, block_tokens_of
 from kitelib.errors import BackendError, ConfigError, MissingExtraError, UnsupportedOptionError
 from kitelib.fingerprint import encode_fields
+from kitelib.runtime.cores import default_threads
 from kitelib.runtime.limits import available_memory_bytes
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class TorchLoader:
             self._closers.pop()()
 
     def _load(self) -> TorchBackend:
-        from kitelib.backends.torch_engine.threads import default_threads, prepare_torch
+        from kitelib.backends.torch_engine.threads import prepare_torch
 
         options = self._options
         self._threads = default_threads() if options.threads is None else options.threads
@@ -119,9 +120,9 @@ class TorchLoader:
 
     def _capture(self, runner: DeviceRunner, kernel: AttentionKernel, rows: RowPlan) -> None:
         """Captures decode steps in the sizes of batch that the row plan allows."""
-        from kitelib.backends.torch_engine.graphed import decode_graphs
+        from kitelib.backends.torch_engine.graphed import capture, decode_graphs
 
-        runner.graphs = decode_graphs(
+        graphs = decode_graphs(
             self._forward,
             runner.cache,
             kernel,
@@ -129,8 +130,13 @@ class TorchLoader:
             max_sequences=self._max_sequences,
             max_context=self._context_tokens,
         )
-        if runner.graphs is not None:
-            runner.graphs.warm(lambda done, total: self._progress("capturing CUDA graphs", done / total))
+        if graphs is None:
+            return
+        note = capture(graphs, lambda done, total: self._progress("capturing CUDA graphs", done / total))
+        if note:
+            self._notes.append(note)
+        else:
+            runner.graphs = graphs
 
     def _open(self) -> OpenedModel:
         from kitelib.backends.torch_engine.opening import open_model
@@ -322,7 +328,7 @@ class TorchLoader:
         }
         if bitwise:
             path |= {**execution_versions(self._device, self._threads), "rows": repr(rows)}
-        params = sum(each.numel() for each in opened.model.parameters()) or 1
+        params = sum(file.stat().st_size for file in opened.facts.files) / opened.dtype.itemsize
         speed = _CUDA_SPEED if self._cuda else _CPU_SPEED * self._threads
         capacity = tables.num_blocks * tables.block_tokens
         return ModelInfo(

@@ -19,9 +19,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from kitelib.backends.llama_cpp.library import default_threads
-
-__all__ = ["SPIN_COUNT", "default_threads", "prepare_torch"]
+__all__ = ["SPIN_COUNT", "prepare_torch"]
 
 SPIN_COUNT = "1000"
 """Turns that an idle worker spins before it sleeps, about 50 microseconds: longer than most gaps within a pass.
