@@ -164,6 +164,7 @@ async def test_invalidating_in_one_process_reaches_the_other_and_its_context(
         open_engine(model, pool=config, **SIZES) as one,
         open_engine(model, pool=config, **SIZES) as other,
     ):
+        computes_slowly(other)
         await one.generate(prompt, **GREEDY)
         await one.flush()
         assert (await other.generate(prompt, reuse=ONE_STEP, **GREEDY)).reuse.tiers == {"disk": 99}
@@ -195,6 +196,7 @@ async def test_a_namespace_has_its_own_key_and_finds_only_its_own(
             assert (await engine.generate(prompt, reuse=policy, **GREEDY)).usage.cached_tokens == 99
     for key, refused in ((b"k" * 32, False), (b"x" * 32, True), (None, False)):
         async with open_engine(model, pool=PoolConfig(**config, hmac_key=key), **SIZES) as engine:
+            computes_slowly(engine)
             policy = ReusePolicy(namespace="a", zero_prefill=False)
             gen = await engine.generate(prompt, reuse=policy, **GREEDY)
             assert gen.usage.cached_tokens == (0 if refused else 99)

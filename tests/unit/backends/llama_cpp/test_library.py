@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kitelib.backends.llama_cpp import library
 from kitelib.backends.llama_cpp.library import captured_errors, load_library, spin_note
 
 LOAD = "from kitelib.backends.llama_cpp.library import load_library, spin_note\n"
