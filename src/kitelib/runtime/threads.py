@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
-__all__ = ["ModelThread", "ThreadDoor", "to_the_end"]
+__all__ = ["ModelThread", "ThreadDoor", "in_own_thread", "to_the_end"]
 
 T = TypeVar("T")
 
@@ -47,6 +48,27 @@ class ModelThread:
     async def join(self) -> None:
         """Waits for the thread to end, without blocking the loop, even if the caller is cancelled."""
         await to_the_end(self._thread.join)
+
+
+def in_own_thread(name: str, job: Callable[[], T]) -> T:
+    """Runs a job in a new thread and waits for it: what the job leaves behind per thread ends with it. Blocks.
+
+    The job's exception is raised here.
+    """
+    done: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            done.set_result(job())
+        except BaseException as error:  # noqa: BLE001 - it is the caller's
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    try:
+        return done.result()
+    finally:
+        thread.join()
 
 
 async def to_the_end(job: Callable[[], T]) -> T:

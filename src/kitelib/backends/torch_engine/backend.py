@@ -13,6 +13,7 @@ from kitelib.backends.torch_engine.device_runner import DeviceRunner
 from kitelib.backends.torch_engine.runner import Runner
 from kitelib.config import AdapterConfig, Numerics
 from kitelib.errors import UnknownAdapterError
+from kitelib.runtime.threads import in_own_thread
 from kitelib.upcycle.adapter_unit import AdapterContent
 
 if TYPE_CHECKING:
@@ -104,7 +105,9 @@ class TorchBackend:
         """
         from kitelib.backends.torch_engine.loader import TorchLoader
 
-        return TorchLoader(path, options, progress).load()
+        # In a thread that ends: each thread that computes has OpenMP workers of its own as long as it lives, and with
+        # more of them than cores the runtime nearly stops spinning, which makes every step two to three times slower.
+        return in_own_thread("kite-load", TorchLoader(path, options, progress).load)
 
     def take_adapters(self) -> dict[str, AdapterContent]:
         """The adapters as they were read, for the pool; once, then they are freed."""

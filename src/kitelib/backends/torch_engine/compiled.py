@@ -259,7 +259,8 @@ class CompiledDecode:
 
 
 def decode_step(compiled: CompiledDecode, packed: PackedStep) -> torch.Tensor | None:
-    """Logits (outputs, vocabulary) of a step without an adapter, inside of `use_step`; None if it can't be done."""
+    """Logits (outputs, vocabulary) of a step without an adapter, inside of `use_step`; None if it can't be done. A step
+    that wants none gets those of its first row."""
     import torch
 
     program = compiled.ready(packed.num_rows)

@@ -21,12 +21,13 @@ from typing import Any
 
 __all__ = ["SPIN_COUNT", "prepare_torch"]
 
-SPIN_COUNT = "1000"
-"""Turns that an idle worker spins before it sleeps, about 50 microseconds: longer than most gaps within a pass.
+SPIN_COUNT = "2000"
+"""Turns that an idle worker spins before it sleeps, about 100 microseconds: longer than most gaps within a pass.
 
-Milliseconds of a compiled pass of 16 rows without attention (SmolLM2-135M, 2 threads on 2 cores), best of 20: with both
-cores to itself 40.5 with 0, 17.6 with 1000, 15.8 with 5000, 14.8 with the default (300000); beside other busy
-processes, best of 15 or 25 in several runs, 28 to 52 with 0, 43 to 48 with 1000, 63 to 328 with 3000 and 5000.
+Milliseconds of a decode step of 16 sequences (SmolLM2-135M, 2 threads on 2 cores, median of 30), compiled and not:
+alone 24 and 57 with 1000, 21 with 2000, 20 and 52 with 3000, 20 and 36 with 20000, 20 and 38 with the
+default; beside one busy process 39 and 57 with 0, 52 and 62 with 1000, 66 with 2000, 83 with 3000, 132 and 151 with
+20000, 312 and 455 with the default. One thread takes 50 in either case.
 """
 # GNU's runtime is what torch ships on Linux; LLVM's and Intel's (conda, macOS) count in milliseconds.
 _SETTINGS = {
