@@ -12,6 +12,7 @@ import gc
 import importlib
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,12 +25,14 @@ from typing import Any
 from lite_report import Report, _cpu_name, median, progress
 from torch_rig import Rig, Sizes, compile_first
 from torch_rivals import (
+    VLLM,
     Contestant,
-    Kite,
+    Served,
     TransformersBatch,
     TransformersContinuous,
-    Vllm,
     default_vllm_python,
+    kite,
+    vllm,
 )
 from torch_step import decode_steps
 
@@ -39,13 +42,9 @@ from kitelib.backends.torch_engine.threads import prepare_torch
 async def throughput(rig: Rig) -> None:
     """Requests put at once: generated tokens over the time until the last one is done."""
     sizes, report, name = rig.sizes, rig.report, "throughput"
-    async with contextlib.AsyncExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         present: list[Contestant] = [TransformersBatch(rig.model), TransformersContinuous(rig.model)]
-        standard = await stack.enter_async_context(Kite.open(rig.folder, rig.threads, "standard"))
-        bitwise = await stack.enter_async_context(Kite.open(rig.folder, rig.threads, "bitwise"))
-        present.extend((standard, bitwise))
-        if (vllm := start_vllm(rig, name, stack)) is not None:
-            present.append(vllm)
+        present += start_served(rig, name, stack)
         rates: dict[str, list[float]] = {}
         for number in range(-1, sizes.rounds):  # the first round warms up
             for contestant in list(present):
@@ -73,23 +72,16 @@ async def throughput(rig: Rig) -> None:
 async def ttft(rig: Rig) -> None:
     """Time to the first token of a long prompt: new, put again, and with the last tokens new."""
     report, name, length = rig.report, f"TTFT of {rig.sizes.long_tokens} tokens", rig.sizes.long_tokens
-    async with contextlib.AsyncExitStack() as stack:
-        engines = [
-            await stack.enter_async_context(Kite.open(rig.folder, rig.threads, numerics))
-            for numerics in ("standard", "bitwise")
-        ]
-        vllm = start_vllm(rig, name, stack)
+    with contextlib.ExitStack() as stack:
+        present = start_served(rig, name, stack)
         times: dict[str, list[float]] = {}
         cached: dict[str, int] = {}
 
         async def measure(kind: str, prompt: list[int]) -> None:
-            for engine in engines:
-                seconds, found = await engine.first_token(prompt)
-                times.setdefault(f"{engine.name}, {kind}", []).append(seconds)
-                cached[f"{engine.name}, {kind}"] = found
+            for each in present:
+                times.setdefault(f"{each.name}, {kind}", []).append(await each.answer([prompt], 1))
+                cached[f"{each.name}, {kind}"] = each.cached
                 await asyncio.sleep(0.3)
-            if vllm is not None:
-                times.setdefault(f"{vllm.name}, {kind}", []).append(await vllm.answer([prompt], 1))
 
         for number in range(-1, rig.sizes.rounds):
             prompt = rig.prompt(length)
@@ -99,12 +91,12 @@ async def ttft(rig: Rig) -> None:
             if number < 0:
                 times.clear()
         for who in sorted(times):
-            note = f"{cached[who]} tokens not computed" if who in cached else ""
+            note = f"{cached[who]} tokens not computed" if who.startswith("KITE") else ""
             report.add(name, who, times[who], note=note)
         for numerics in ("standard", "bitwise"):
             for kind, bound in (("warm: the same prompt", 0.25), ("warm: a new question of 31 tokens", None)):
-                if vllm is not None:
-                    ratio = median(times[f"KITE, {numerics}, {kind}"]) / median(times[f"{vllm.name}, {kind}"])
+                if f"{VLLM}, {kind}" in times:
+                    ratio = median(times[f"KITE, {numerics}, {kind}"]) / median(times[f"{VLLM}, {kind}"])
                     report.judge(name, f"KITE, {numerics}, to vLLM, {kind}", ratio, bound or 1.0)
 
 
@@ -120,25 +112,33 @@ SECTIONS: dict[str, Callable[[Rig], Coroutine[Any, Any, None]]] = {
 }
 
 
-def start_vllm(rig: Rig, section: str, stack: contextlib.AsyncExitStack) -> Vllm | None:
-    """vLLM's process; None, with a line in the table, if it is not there."""
-    if not rig.vllm.exists():
-        rig.report.missing(section, Vllm.name, f"not installed: no {rig.vllm}; give --vllm-python")
-        return None
-    log = Path(tempfile.gettempdir()) / f"kite-bench-vllm-{os.getpid()}.log"
-    progress("starting vLLM")
-    try:
-        vllm = Vllm(rig.vllm, rig.folder, rig.threads, rig.sizes.num_requests, log)
-    except (OSError, RuntimeError) as error:
-        rig.report.missing(section, Vllm.name, str(error))
-        return None
-    stack.callback(vllm.close)
-    return vllm
+def start_served(rig: Rig, section: str, stack: contextlib.ExitStack) -> list[Served]:
+    """The contestants that have processes of their own; whoever does not start is a line of the table."""
+    found: list[Served] = []
+
+    def start(name: str, make: Callable[[Path], Served]) -> None:
+        progress(f"starting {name}")
+        log = Path(tempfile.gettempdir()) / f"kite-bench-{name.rsplit(maxsplit=1)[-1]}-{os.getpid()}.log"
+        try:
+            found.append(make(log))
+            stack.callback(found[-1].close)
+        except (OSError, RuntimeError) as error:
+            rig.report.missing(section, name, str(error))
+
+    for numerics in ("standard", "bitwise"):
+        start(f"KITE, {numerics}", lambda log, numerics=numerics: kite(rig.folder, rig.threads, numerics, log))
+    if rig.vllm.exists():
+        start(VLLM, lambda log: vllm(rig.vllm, rig.folder, rig.threads, rig.sizes.num_requests, log))
+    else:
+        rig.report.missing(section, VLLM, f"not installed: no {rig.vllm}; give --vllm-python")
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    note = prepare_torch(options.threads)
+    if "steps" in options.only and len(options.only) > 1:
+        return run_apart(options)
+    note = prepare(options)
     report = Report(options.threads)
     with tempfile.TemporaryDirectory() as made:
         folder = options.model or make_folder(Path(made))
@@ -164,6 +164,27 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{rig.sizes}; medians, contestants take turns")
     print(report.table())
     return int(failed)
+
+
+def prepare(options: argparse.Namespace) -> str | None:
+    """Loads torch: with KITE's OpenMP settings where KITE computes in this process, else with its own."""
+    if options.only == ["steps"]:
+        return prepare_torch(options.threads)
+    torch: Any = importlib.import_module("torch")
+    torch.set_num_threads(options.threads)
+    return "transformers with torch's own OpenMP settings"
+
+
+def run_apart(options: argparse.Namespace) -> int:
+    """The steps, for which KITE computes in the benchmark's process, after the rest, in a process of their own."""
+    given = [each for each in sys.argv[1:] if each != "--only" and each != ",".join(options.only)]
+    status = 0
+    for names in (",".join(name for name in options.only if name != "steps"), "steps"):
+        command = [sys.executable, __file__, *given, "--only", names]
+        if options.json:
+            command += ["--json", str(options.json.with_stem(f"{options.json.stem}-{names.replace(',', '-')}"))]
+        status |= subprocess.run(command, check=False).returncode
+    return status
 
 
 def run_section(name: str, rig: Rig, timeout_s: float) -> bool:

@@ -1,20 +1,28 @@
-"""Who takes part: KITE in two modes, transformers in two modes, and vLLM in a process of its own."""
+"""Who takes part: transformers in two modes, KITE in two modes and vLLM, each of these in a process of its own."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import os
 import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from kitelib import KiteEngine, ReusePolicy
+__all__ = [
+    "VLLM",
+    "Contestant",
+    "Served",
+    "TransformersBatch",
+    "TransformersContinuous",
+    "default_vllm_python",
+    "kite",
+    "vllm",
+]
 
-__all__ = ["Contestant", "Kite", "TransformersBatch", "TransformersContinuous", "Vllm", "default_vllm_python"]
+VLLM = "vLLM on CPU"
 
 Prompts = Sequence[Sequence[int]]
 _MARKER = "@kite-bench@"
@@ -28,44 +36,6 @@ class Contestant(Protocol):
     async def answer(self, prompts: Prompts, max_tokens: int) -> float:
         """Seconds until all prompts, put at once, have their `max_tokens` tokens."""
         ...
-
-
-class Kite:
-    """An open engine."""
-
-    def __init__(self, engine: Any, numerics: str) -> None:
-        self.engine = engine
-        self.name = f"KITE, {numerics}"
-
-    @classmethod
-    @contextlib.asynccontextmanager
-    async def open(cls, folder: str, threads: int, numerics: Any) -> AsyncIterator[Kite]:
-        """KITE with its defaults but for threads and numerics."""
-        policy = ReusePolicy(numerics=numerics)
-        async with KiteEngine.open(folder, backend="torch", device="cpu", threads=threads, reuse=policy) as engine:
-            yield cls(engine, numerics)
-
-    async def answer(self, prompts: Prompts, max_tokens: int) -> float:
-        begin = time.perf_counter()
-        found = await asyncio.gather(
-            *(
-                self.engine.generate(list(each), max_tokens=max_tokens, ignore_eos=True, temperature=0)
-                for each in prompts
-            )
-        )
-        seconds = time.perf_counter() - begin
-        assert all(len(each.token_ids) == max_tokens for each in found)
-        return seconds
-
-    async def first_token(self, prompt: Sequence[int]) -> tuple[float, int]:
-        """Seconds to the first token, and the prompt tokens that were not computed."""
-        begin, first, cached = time.perf_counter(), 0.0, 0
-        async for chunk in self.engine.stream(list(prompt), max_tokens=1, ignore_eos=True, temperature=0):
-            if chunk.token_ids and not first:
-                first = time.perf_counter() - begin
-            if chunk.generation is not None:
-                cached = int(chunk.generation.usage.cached_tokens)
-        return first, cached
 
 
 class TransformersBatch:
@@ -123,41 +93,36 @@ def default_vllm_python() -> Path:
     return Path(named) if named else Path("~/.cache/kite/vllm-venv/bin/python").expanduser()
 
 
-class Vllm:
-    """vLLM on the CPU, in its own environment and process, with prefix caching. Needs no network.
+class Served:
+    """A contestant in a process of its own, which runs one of the scripts beside this file.
+
+    Args:
+        name: as the table calls it.
+        python: its Python.
+        script: the file.
+        options: for the script.
+        environment: variables on top of this process's; its OpenMP settings are not handed on.
+        log: file for what it prints.
 
     Raises:
         RuntimeError: it does not start; says why.
     """
 
-    name = "vLLM on CPU"
-
-    def __init__(self, python: Path, folder: str, threads: int, max_sequences: int, log: Path) -> None:
-        options = {
-            "marker": _MARKER,
-            "model": folder,
-            "dtype": "bfloat16",
-            "max_model_len": 2048,
-            "max_num_seqs": max_sequences,
-            "enable_prefix_caching": True,
-        }
-        hidden = ("GOMP_SPINCOUNT", "PYTHONPATH", "OMP_NUM_THREADS")  # it runs with its own settings
-        environment = {name: value for name, value in os.environ.items() if name not in hidden} | {
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            # Its Python's folder first: the C++ compiler aside, it asks for tools of its environment.
-            "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
-        }
+    def __init__(
+        self, name: str, python: Path, script: str, options: dict[str, Any], environment: dict[str, str], log: Path
+    ) -> None:
+        self.name = name
+        self.cached = 0
+        hidden = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")  # it runs with its own settings
+        inherited = {name: value for name, value in os.environ.items() if name not in hidden}
         self._log = log.open("w")
         self._process = subprocess.Popen(
-            [str(python), str(Path(__file__).with_name("torch_vllm.py")), json.dumps(options)],
+            [str(python), str(Path(__file__).with_name(script)), json.dumps({"marker": _MARKER, **options})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=environment,
+            env=inherited | environment,
         )
         self._read()
 
@@ -168,7 +133,7 @@ class Vllm:
                 found: dict[str, Any] = json.loads(line.removeprefix(_MARKER))
                 return found
             self._log.write(line)
-        raise RuntimeError(f"vLLM ended with status {self._process.wait()}; see {self._log.name}")
+        raise RuntimeError(f"{self.name} ended with status {self._process.wait()}; see {self._log.name}")
 
     async def answer(self, prompts: Prompts, max_tokens: int) -> float:
         assert self._process.stdin is not None
@@ -176,6 +141,7 @@ class Vllm:
         self._process.stdin.flush()
         found = self._read()
         assert found["tokens"] == max_tokens * len(prompts)
+        self.cached = found.get("cached", 0)
         return float(found["seconds"])
 
     def close(self) -> None:
@@ -190,3 +156,30 @@ class Vllm:
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._log.close()
+
+
+def kite(folder: str, threads: int, numerics: str, log: Path) -> Served:
+    """KITE with its defaults but for threads and numerics."""
+    options = {"model": folder, "threads": threads, "numerics": numerics}
+    return Served(f"KITE, {numerics}", Path(sys.executable), "torch_kite.py", options, {}, log)
+
+
+def vllm(python: Path, folder: str, threads: int, max_sequences: int, log: Path) -> Served:
+    """vLLM on the CPU, in its own environment, with prefix caching. Needs no network."""
+    options = {
+        "model": folder,
+        "dtype": "bfloat16",
+        "max_model_len": 2048,
+        "max_num_seqs": max_sequences,
+        "enable_prefix_caching": True,
+    }
+    environment = {
+        "PYTHONPATH": "",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # Its Python's folder first: the C++ compiler aside, it asks for tools of its environment.
+        "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
+    return Served(VLLM, python, "torch_vllm.py", options, environment, log)

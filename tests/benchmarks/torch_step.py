@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import time
 from collections.abc import Callable
@@ -77,7 +78,7 @@ def _bare_step(model: Any, batch: int) -> Callable[[], float]:
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
-    name = "past_key_values"
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     with torch.inference_mode():
         model(torch.tensor(_tokens(batch, _CONTEXT)), use_cache=True, **{name: cache})
     token = torch.full((batch, 1), 4321)
