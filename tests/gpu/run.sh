@@ -8,6 +8,7 @@
 #
 # PYTHON names the Python (default: python3), OUT a folder for bench.json and the log of the tests (default: none).
 set -uo pipefail
+script=$(realpath "$0")
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 begin=$SECONDS
 PYTHON=${PYTHON:-python3}
@@ -15,6 +16,15 @@ export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 total_s=465
 tests_s=240
+
+case "${1:-}" in
+"" | --dry-run) ;;
+*)
+    sed -n '2,10s/^# \{0,1\}//p' "$script"
+    [ "$1" = "--help" ] || [ "$1" = "-h" ]
+    exit $(($? * 2))
+    ;;
+esac
 
 device=cuda
 build_options=(--cuda)

@@ -112,7 +112,9 @@ def _remembered(entry: pathlib.Path, real: str, state: dict[str, int]) -> bytes 
 def _remember(entry: pathlib.Path, real: str, state: dict[str, int], digest: bytes) -> None:
     text = json.dumps({"path": real, **state, "sha256": digest.hex()})
     with contextlib.suppress(OSError):
-        entry.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Both levels for this user alone: compiled programs lie beside the digests.
+        entry.parent.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        entry.parent.mkdir(exist_ok=True, mode=0o700)
         handle, name = tempfile.mkstemp(dir=entry.parent, prefix=entry.stem, suffix=".tmp")
         temporary = pathlib.Path(name)
         try:

@@ -40,7 +40,8 @@ class SelfTestCache(Generic[Plan]):
         """Remembers a result, if the folder can be written."""
         text = json.dumps({"plan": dataclasses.asdict(plan) if plan else None})
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._folder.mkdir(exist_ok=True, mode=0o700)
             with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False) as file:
                 file.write(text)
             os.replace(file.name, self._folder / f"{key}.json")

@@ -104,3 +104,16 @@ def test_the_cache_folder_follows_the_xdg_rules(monkeypatch: pytest.MonkeyPatch,
     for ignored in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
         assert default_cache_dir() == Path.home() / ".cache" / "kite" / "digests"
+
+
+def test_the_cache_belongs_to_this_user_alone_whatever_the_umask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = settled(tmp_path / "f", b"content", monkeypatch)
+    before = os.umask(0o002)
+    try:
+        content_digest(path, tmp_path / "kite" / "digests")
+    finally:
+        os.umask(before)
+    for folder in (tmp_path / "kite", tmp_path / "kite" / "digests"):
+        assert folder.stat().st_mode & 0o077 == 0

@@ -205,6 +205,11 @@ class AdapterSet:
         self.largest_content_bytes = max(self.largest_content_bytes, len(content.weights))
         self.states[name] = (content.digest, float(config.scale))
         tensors = _tensors(content, what)
+        broken = [key for key, each in tensors.items() if not bool(each.isfinite().all())]
+        if broken:
+            raise ModelFormatError(
+                f"{what} holds numbers that are not finite, in {broken[0]!r}; its training went wrong"
+            )
         shapes = {
             key: (_NAMES.get(str(each.dtype), str(each.dtype)), tuple(each.shape)) for key, each in tensors.items()
         }

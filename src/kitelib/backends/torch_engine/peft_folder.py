@@ -27,7 +27,7 @@ ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 _MAX_CONFIG_BYTES: Final = 2**20
 _MAX_NAME_CHARS: Final = 256
 _MAX_PATTERN_CHARS: Final = 2048
-_MAX_REPEATS: Final = 6
+_MAX_REPEATS: Final = 3
 _PREFIX: Final = "base_model.model."
 _MATRICES: Final = {".lora_A.weight": 0, ".lora_B.weight": 1}
 _DTYPES: Final = frozenset({"F32", "F16", "BF16"})
@@ -272,8 +272,9 @@ def _patterns(plain: Mapping[str, Any], key: str, what: str, *, whole: bool) -> 
 
 def _check_pattern(pattern: str, key: str, what: str) -> None:
     """Refuses patterns that may take for ever: a folder from anywhere must not hang the process."""
-    repeats = len(re.findall(r"[*+{]", pattern))
-    if len(pattern) > _MAX_PATTERN_CHARS or repeats > _MAX_REPEATS or re.search(r"\)[*+{]", pattern):
+    # "(?" begins a group; every other "?" repeats, or makes a repeat reluctant, which costs as much.
+    repeats = len(re.findall(r"[*+{]|(?<!\()\?", pattern))
+    if len(pattern) > _MAX_PATTERN_CHARS or repeats > _MAX_REPEATS or re.search(r"\)[*+{?]", pattern):
         raise UnsupportedOptionError(
             f"{what} has the pattern {pattern[:100]!r} in {key}, which may take very long; give the names instead"
         )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import os
+import pathlib
+import platform
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,5 +32,42 @@ def execution_versions(device: torch.device, threads: int) -> dict[str, str | in
     library = native_library()
     found["native"] = "none" if library is None else hashlib.sha256(library.path.read_bytes()).hexdigest()
     found["cpu"] = f"{torch.backends.cpu.get_cpu_capability()} amx={torch.cpu._is_amx_tile_supported()}"
+    found["cpu_model"] = hashlib.sha256("\n".join(_processor()).encode()).hexdigest()[:32]
     found["threads"] = threads
     return found
+
+
+# oneDNN, MKL and PyTorch choose other kernels when these are set.
+_KERNEL_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_CPU_ISA_HINTS",
+    "ONEDNN_MAX_CPU_ISA",
+)
+_PROCESSOR_LINES = (
+    "vendor_id",
+    "cpu family",
+    "model",
+    "flags",
+    "CPU implementer",
+    "CPU part",
+    "CPU variant",
+    "Features",
+)
+
+
+def _processor() -> list[str]:
+    """What decides which kernels run here: the kind of processor, all its features, and what the environment says."""
+    found = [platform.machine(), *(f"{name}={os.environ.get(name, '')}" for name in _KERNEL_VARIABLES)]
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return [*found, platform.processor()]
+    first = dict.fromkeys(_PROCESSOR_LINES, "")
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() in first and not first[name.strip()]:
+            first[name.strip()] = " ".join(sorted(value.split()))
+    return [*found, *(f"{name}={value}" for name, value in first.items())]

@@ -379,3 +379,14 @@ def test_packed_linears_are_adapted_like_plain_ones(tmp_path: Path) -> None:
     with adapters.use("a"):
         torch.testing.assert_close(logits(model), logits(reference), rtol=1e-5, atol=2e-5)
     adapters.close()
+
+
+def test_an_adapter_with_numbers_that_are_none_is_refused(llama: Any, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "broken", llama, target_modules=["q_proj"])
+
+    def spoil(tensors: dict[str, Any]) -> None:
+        next(iter(tensors.values()))[0, 0] = float("nan")
+
+    edit_tensors(tmp_path / "broken", spoil)
+    with pytest.raises(ModelFormatError, match="not finite"):
+        adapters_of(llama, {"broken": tmp_path / "broken"}, tmp_path)

@@ -116,6 +116,9 @@ def test_remembered_digest_reads_no_weights(folder: Path, monkeypatch: pytest.Mo
         ("target_modules", "(a+)+b", "give the names instead"),
         ("target_modules", ".*.*.*.*.*.*.*", "give the names instead"),
         ("rank_pattern", {"(q|v){2}": 4}, "give the names instead"),
+        ("rank_pattern", {"(q|v)?": 4}, "give the names instead"),
+        ("rank_pattern", {"a?" * 32 + "b": 4}, "give the names instead"),
+        ("rank_pattern", {".*" * 6: 4}, "give the names instead"),
     ],
 )
 def test_unsupported_settings_are_refused_with_the_remedy(folder: Path, field: str, value: Any, remedy: str) -> None:
