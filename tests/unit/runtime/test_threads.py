@@ -8,7 +8,7 @@ import threading
 import anyio
 import pytest
 
-from kitelib.runtime.threads import ModelThread, ThreadDoor
+from kitelib.runtime.threads import ModelThread, ThreadDoor, in_own_thread
 
 
 async def test_a_job_runs_in_another_thread_and_gives_its_result() -> None:
@@ -146,3 +146,24 @@ async def test_joining_goes_on_although_the_caller_is_cancelled() -> None:
     gate.set()
     await asyncio.wait([joining])
     assert not thread._thread.is_alive()
+
+
+def test_a_job_in_its_own_thread_gives_its_result_and_leaves_no_thread() -> None:
+    here, seen = threading.get_ident(), []
+
+    def job() -> int:
+        seen.append(threading.current_thread())
+        return 7
+
+    assert in_own_thread("kite-test", job) == 7
+    assert seen[0].name == "kite-test"
+    assert seen[0].ident != here
+    assert not seen[0].is_alive()
+
+
+def test_what_a_job_in_its_own_thread_raises_comes_out() -> None:
+    def job() -> None:
+        raise ValueError("no such luck")
+
+    with pytest.raises(ValueError, match="no such luck"):
+        in_own_thread("kite-test", job)

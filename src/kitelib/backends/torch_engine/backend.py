@@ -169,11 +169,11 @@ class TorchBackend:
     def stats(self) -> dict[str, Any]:
         """For `KiteEngine.stats`. "fragmentation" is the share of the free memory that a sequence can't use: none, since
         any free block serves any sequence; "block_copies" counts copies on write; "compiled" is where the compiling of
-        decode steps stands ("off": nothing is compiled)."""
-        tables = self.runner.tables
+        decode steps stands ("off": nothing is compiled). May be called from any thread, also while the backend is closed."""
+        runner = self._runner
         return {
             "fragmentation": 0.0,
-            "block_copies": tables.copies,
+            "block_copies": 0 if runner is None else runner.tables.copies,
             "compiled": "off" if self._compiled is None else self._compiled.stats()["state"],
         }
 

@@ -15,10 +15,10 @@ import importlib.metadata
 import json
 import os
 import pathlib
-import platform
 from typing import TYPE_CHECKING, Any
 
 from kitelib.backends.digest import default_cache_dir
+from kitelib.backends.torch_engine.versions import processor
 from kitelib.errors import BackendError
 from kitelib.fingerprint import encode_fields
 
@@ -142,13 +142,7 @@ def _platform() -> tuple[str, ...]:
     import torch
 
     versions = [importlib.metadata.version(name) for name in ("torch", "transformers")]
-    flags = ""
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        pass
-    return (*versions, platform.machine(), str(torch.backends.cpu.get_cpu_capability()), flags, str(os.cpu_count()))
+    return (*versions, str(torch.backends.cpu.get_cpu_capability()), *processor(), str(os.cpu_count()))
 
 
 def private_folder(path: pathlib.Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["execution_versions"]
+__all__ = ["execution_versions", "processor"]
 
 
 def execution_versions(device: torch.device, threads: int) -> dict[str, str | int]:
@@ -32,7 +32,7 @@ def execution_versions(device: torch.device, threads: int) -> dict[str, str | in
     library = native_library()
     found["native"] = "none" if library is None else hashlib.sha256(library.path.read_bytes()).hexdigest()
     found["cpu"] = f"{torch.backends.cpu.get_cpu_capability()} amx={torch.cpu._is_amx_tile_supported()}"
-    found["cpu_model"] = hashlib.sha256("\n".join(_processor()).encode()).hexdigest()[:32]
+    found["cpu_model"] = hashlib.sha256("\n".join(processor()).encode()).hexdigest()[:32]
     found["threads"] = threads
     return found
 
@@ -58,7 +58,7 @@ _PROCESSOR_LINES = (
 )
 
 
-def _processor() -> list[str]:
+def processor() -> list[str]:
     """What decides which kernels run here: the kind of processor, all its features, and what the environment says."""
     found = [platform.machine(), *(f"{name}={os.environ.get(name, '')}" for name in _KERNEL_VARIABLES)]
     try:

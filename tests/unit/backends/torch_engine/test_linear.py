@@ -106,3 +106,24 @@ def test_a_whole_model_gives_the_same_logits(tmp_path: Path) -> None:
         wanted = model(input_ids=ids).logits
         assert pack_linears(model).modules >= 8
         torch.testing.assert_close(model(input_ids=ids).logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 8, 11])
+def test_tiles_compute_so_many_rows_at_once(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    tile = pack_linears(model).tile
+    up = model["up"]
+    rows = torch.randn(1, count, 64)
+    apart = torch.cat([up(rows[:, start : start + 4]) for start in range(0, count, 4)], dim=1)
+    sizes: list[int] = []
+    multiply = type(up)._multiply
+
+    def counted(self: torch.nn.Module, part: torch.Tensor) -> torch.Tensor:
+        sizes.append(part.numel() // 64)
+        return multiply(self, part)
+
+    monkeypatch.setattr(type(up), "_multiply", counted)
+    tile.rows = 4
+    assert torch.equal(up(rows), apart)
+    assert sum(sizes) == count
+    assert max(sizes) <= 4

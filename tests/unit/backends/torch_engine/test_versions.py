@@ -28,7 +28,7 @@ def test_settings_that_choose_other_kernels_count(cpu: object, monkeypatch: pyte
 
 def test_every_feature_of_the_processor_counts(cpu: object, monkeypatch: pytest.MonkeyPatch) -> None:
     before = versions.execution_versions(cpu, 1)  # type: ignore[arg-type]
-    real = versions._processor()
+    real = versions.processor()
     changed = [line.replace("avx2", "avx2x") if line.startswith(("flags", "Features")) else line for line in real]
-    monkeypatch.setattr(versions, "_processor", lambda: [*changed[:-1], changed[-1] + " one more"])
+    monkeypatch.setattr(versions, "processor", lambda: [*changed[:-1], changed[-1] + " one more"])
     assert versions.execution_versions(cpu, 1) != before  # type: ignore[arg-type]
