@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 from blockbuster import BlockBuster
 
-__all__ = ["LoopGap", "MeasureLoopGap", "loop_gap", "no_blocking_calls"]
+__all__ = ["LoopGap", "MeasureLoopGap", "loop_gap", "no_blocking_calls", "quietest"]
 
 _PACKAGE = Path(__file__).resolve().parents[2] / "src" / "kitelib"
 _TICK_S = 0.001
@@ -39,7 +40,12 @@ MeasureLoopGap = Callable[[], AbstractAsyncContextManager[LoopGap]]
 
 @contextlib.asynccontextmanager
 async def _measure() -> AsyncIterator[LoopGap]:
+    """A garbage collection runs in the thread that allocates and takes as long as the heap is big: 0.3 s with all that a
+    test session has imported. What was there before is therefore frozen, so that collections cover what the measured
+    code makes."""
     gap = LoopGap()
+    gc.collect()
+    gc.freeze()
 
     async def tick() -> None:
         while True:
@@ -50,11 +56,12 @@ async def _measure() -> AsyncIterator[LoopGap]:
             gap.turns += 1
 
     task = asyncio.create_task(tick())
-    await asyncio.sleep(2 * _TICK_S)  # the first turn has begun before the body can hold the loop up
     try:
+        await asyncio.sleep(2 * _TICK_S)  # the first turn has begun before the body can hold the loop up
         yield gap
         await asyncio.sleep(2 * _TICK_S)  # ends the turn that the body was in
     finally:
+        gc.unfreeze()
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
@@ -64,6 +71,20 @@ async def _measure() -> AsyncIterator[LoopGap]:
 def loop_gap() -> MeasureLoopGap:
     """``async with loop_gap() as gap: ...`` measures how long the loop was held up at most inside the block."""
     return _measure
+
+
+async def quietest(measure: MeasureLoopGap, limit_s: float, run: Callable[[], Awaitable[object]]) -> LoopGap:
+    """The gap of the quietest of up to three runs; no more of them than needed to stay below `limit_s` seconds of CPU.
+
+    What a hypervisor takes from a virtual machine counts as time of the thread that had the core, so any turn may look
+    long once. What the code under test does itself is in every run.
+    """
+    gaps: list[LoopGap] = []
+    while len(gaps) < 3 and all(gap.longest_cpu_s >= limit_s for gap in gaps):
+        async with measure() as gap:
+            await run()
+        gaps.append(gap)
+    return min(gaps, key=lambda gap: gap.longest_cpu_s)
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import time
@@ -87,3 +88,10 @@ async def test_loop_gap_counts_turns_while_the_loop_is_free(loop_gap: MeasureLoo
     async with loop_gap() as gap:
         await asyncio.sleep(0.05)
     assert gap.turns > 2
+
+
+async def test_loop_gap_leaves_out_collecting_what_was_there_before(loop_gap: MeasureLoopGap) -> None:
+    frozen = gc.get_freeze_count()
+    async with loop_gap():
+        assert gc.get_freeze_count() > frozen + 10_000
+    assert gc.get_freeze_count() == 0
