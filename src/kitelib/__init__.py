@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kitelib.config import AdapterConfig, KiteConfig, PoolConfig, ReusePolicy, SamplingParams
     from kitelib.engine.conversation import Conversation
     from kitelib.engine.engine import KiteEngine
-    from kitelib.engine.results import Choice, Chunk, Divergence, Generation, ReuseReport, Timing, Usage
+    from kitelib.engine.results import Choice, Chunk, Divergence, DraftCount, Generation, ReuseReport, Timing, Usage
     from kitelib.errors import (
         BackendError,
         BackendStepError,
@@ -52,6 +52,7 @@ __all__ = [
     "Conversation",
     "DeadlineExceededError",
     "Divergence",
+    "DraftCount",
     "EmptyPromptError",
     "EngineClosedError",
     "EngineOverloadedError",
@@ -84,7 +85,16 @@ _MODULES = {
     "kitelib.config": ("AdapterConfig", "KiteConfig", "PoolConfig", "ReusePolicy", "SamplingParams"),
     "kitelib.engine.conversation": ("Conversation",),
     "kitelib.engine.engine": ("KiteEngine",),
-    "kitelib.engine.results": ("Choice", "Chunk", "Divergence", "Generation", "ReuseReport", "Timing", "Usage"),
+    "kitelib.engine.results": (
+        "Choice",
+        "Chunk",
+        "Divergence",
+        "DraftCount",
+        "Generation",
+        "ReuseReport",
+        "Timing",
+        "Usage",
+    ),
 }
 _ORIGIN = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -59,7 +59,9 @@ class ModelInfo:
         prefill_guess: tokens of a prompt per second, as a guess from the model's size; only used until the first
             prompt was computed and measured.
         mixes_adapters: work items of one step may have different adapters.
-        draws_tokens: it can draw tokens itself (`StepWork.draw`), which spares copying logits from a device.
+        draws_tokens: it can draw tokens itself (`StepWork.draws`), which spares copying logits from a device.
+        max_outputs: most tokens of one step after which logits or draws may be wanted, drafts included; 0 if sequences
+            can't be truncated (a recurrent state), so that drafts can't be verified.
     """
 
     name: str
@@ -81,6 +83,7 @@ class ModelInfo:
     prefill_guess: float = 100.0
     mixes_adapters: bool = False
     draws_tokens: bool = False
+    max_outputs: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,16 +134,20 @@ class StepWork:
         sequence: the sequence to extend.
         token_ids: tokens to process, at least one.
         start: position of the first of them; must equal the number of tokens the sequence holds.
-        logits: whether the logits after the last token are wanted.
-        draw: draw the token after the last one and give only that, not the logits; set only for a backend whose
-            `ModelInfo.draws_tokens` says that it can.
+        logits: whether the logits after the last token are wanted, and before each draft.
+        drafts: how many of the last tokens are guesses of what the model would say; fewer than there are tokens. Their
+            KV is kept; `Backend.truncate` takes back what was guessed wrong. Not 0 only where `ModelInfo.max_outputs`
+            is not 0, and then all items with logits or draws together have at most so many outputs, 1 + drafts each.
+        draws: empty, or 1 + drafts: draw the token that follows each output and give only that, not the logits; set
+            only for a backend whose `ModelInfo.draws_tokens` says that it can, with `logits` False.
     """
 
     sequence: SequenceId
     token_ids: Sequence[int]
     start: int
     logits: bool
-    draw: TokenDraw | None = None
+    draws: Sequence[TokenDraw] = ()
+    drafts: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,11 +157,14 @@ class StepResult:
     Attributes:
         logits: per work item, float32 of shape (vocab_size,) where asked, else None. The arrays may be views
             that are only valid until the next step; copy what must live longer. Writing to them is allowed.
-        tokens: per work item, the token drawn where asked, else None; empty if none was asked for.
+        tokens: per work item, the tokens drawn where asked, in order, else none; empty if no item asked.
+        draft_logits: per work item, the logits before each of its drafts, in order, where asked, as `logits`; empty if
+            no item has drafts.
     """
 
     logits: list[npt.NDArray[np.float32] | None]
-    tokens: Sequence[int | None] = ()
+    tokens: Sequence[Sequence[int]] = ()
+    draft_logits: Sequence[Sequence[npt.NDArray[np.float32]]] = ()
 
 
 @runtime_checkable
@@ -198,6 +208,15 @@ class Backend(Protocol):
 
     def release(self, sequence: SequenceId) -> None:
         """Gives the sequence's memory back; tokens shared with other sequences stay."""
+        ...
+
+    def truncate(self, sequence: SequenceId, num_tokens: int) -> None:
+        """Takes a sequence back to its first `num_tokens` tokens, as if the others had never been processed. Called
+        only for drafts, where `ModelInfo.max_outputs` is not 0.
+
+        Raises:
+            BackendError: it holds fewer tokens; nothing has changed.
+        """
         ...
 
     def step(self, work: Sequence[StepWork]) -> StepResult:

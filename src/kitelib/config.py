@@ -31,6 +31,8 @@ _DIGEST = re.compile(r"[0-9A-Fa-f]{64}")
 
 ReuseMode = Literal["exact", "semantic", "off"]
 Numerics = Literal["bitwise", "standard"]
+MatchLevel = Literal["canonical", "structural"]
+PassageMode = Literal["exact", "reuse", "blend"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,10 +155,24 @@ class ReusePolicy:
 
     Attributes:
         mode: "exact" (default) reuses only what the same computation left behind; "off" reuses nothing, not even
-            inside the engine (for cold measurements); "semantic" is not available in this release.
+            inside the engine (for cold measurements); "semantic" also takes the stored wording of a question that
+            `level` calls the same, and reports the answer as "approximate". Only the last user message of `messages`
+            is ever compared that way.
+        level: with mode="semantic", what the same question is: "canonical" (default) ignores case, width, punctuation,
+            greetings and fillers, and spelling variants; "structural" also folds forms of asking ("how do I" and "what
+            is the way to", 能不能 and 可以..吗). See docs/matching.md.
+        neighbours: with mode="semantic", also ask the model whether the nearest stored question (extra ``semantic``)
+            means the same, if numbers, names, negation and so on agree; default False.
         zero_prefill: sample the first token from stored last-position logits when the whole prompt is known;
             default True.
-        drafts: use stored completions as speculative drafts; default True; has no effect on backends without it.
+        completions: an identical prompt with identical deterministic sampling (temperature 0, or a seed) gives the
+            stored completion, without a model step; default False.
+        drafts: let the model verify guesses of what it will say, from earlier answers and from the prompt, several
+            tokens per step; the answer is the same without; default True. Models that can't take tokens back
+            (recurrent ones) have none.
+        passages: what `Passage` parts of a prompt are: "exact" (default) computes them like any text; "reuse" takes
+            their KV from wherever they stood before, moved to their new place, and reports "approximate"; "blend"
+            also computes again the tokens that differ most there. Torch engine only.
         numerics: "bitwise" gives the same bits with and without reuse; "standard" gives the same values up to
             floating-point reduction order and lets the backend use its fastest kernels. None (default) means
             "bitwise" when an engine is opened, and the engine's own in a call. It shapes how the model is loaded, so
@@ -165,14 +181,22 @@ class ReusePolicy:
     """
 
     mode: ReuseMode = "exact"
+    level: MatchLevel = "canonical"
+    neighbours: bool = False
     zero_prefill: bool = True
+    completions: bool = False
     drafts: bool = True
+    passages: PassageMode = "exact"
     numerics: Numerics | None = None
     namespace: str | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in ("exact", "semantic", "off"):
             raise ConfigError(f"ReusePolicy.mode is {self.mode!r}; it must be 'exact', 'semantic' or 'off'")
+        if self.level not in ("canonical", "structural"):
+            raise ConfigError(f"ReusePolicy.level is {self.level!r}; it must be 'canonical' or 'structural'")
+        if self.passages not in ("exact", "reuse", "blend"):
+            raise ConfigError(f"ReusePolicy.passages is {self.passages!r}; it must be 'exact', 'reuse' or 'blend'")
         if self.numerics not in (None, "bitwise", "standard"):
             raise ConfigError(f"ReusePolicy.numerics is {self.numerics!r}; it must be 'bitwise' or 'standard'")
 

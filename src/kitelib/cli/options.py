@@ -95,7 +95,10 @@ def add_engine_options(parser: argparse.ArgumentParser, *, disk_default: str = "
         "--device", default="auto", metavar="NAME", help="cpu, cuda or cuda:N, for model folders (default: auto)"
     )
     group.add_argument(
-        "--dtype", default="auto", metavar="TYPE", help="bfloat16, float16 or float32, for model folders (default: auto)"
+        "--dtype",
+        default="auto",
+        metavar="TYPE",
+        help="bfloat16, float16 or float32, for model folders (default: auto)",
     )
     add_pool_options(parser, disk_default=disk_default)
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-__all__ = ["Choice", "Chunk", "Divergence", "Exactness", "FinishReason", "Generation", "ReuseReport", "Timing", "Usage"]
+__all__ = [
+    "Choice",
+    "Chunk",
+    "Divergence",
+    "DraftCount",
+    "Exactness",
+    "FinishReason",
+    "Generation",
+    "ReuseReport",
+    "Timing",
+    "Usage",
+]
 
 FinishReason = Literal["stop", "length", "cancelled"]
 Exactness = Literal["bitwise", "standard", "approximate"]
@@ -51,6 +62,14 @@ class Divergence:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class DraftCount:
+    """Draft tokens of one source: given to the model to verify, and accepted by it."""
+
+    proposed: int
+    accepted: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ReuseReport:
     """What was reused for one request.
 
@@ -63,6 +82,11 @@ class ReuseReport:
         zero_prefill: the first token was sampled from stored logits, without a model step.
         divergence: where the prompt left the cached run; None if it never did or nothing was cached.
         note: one plain sentence.
+        drafts: where guesses of the answer came from ("same prompt", "conversation", "canonical", "neighbour",
+            "answers", "prompt") -> how many; sources that gave none are left out.
+        completion: the answer is a stored completion, at least its beginning; no model step was needed for that.
+        wording: with mode="semantic", the stored question whose units answered this one; None if its own did.
+        passage_tokens: prompt tokens whose KV was taken from another place (`ReusePolicy.passages`).
     """
 
     exactness: Exactness
@@ -72,6 +96,10 @@ class ReuseReport:
     divergence: Divergence | None
     note: str
     skipped: dict[str, int] = dataclasses.field(default_factory=dict)
+    drafts: dict[str, DraftCount] = dataclasses.field(default_factory=dict)
+    completion: bool = False
+    wording: str | None = None
+    passage_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

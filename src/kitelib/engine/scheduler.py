@@ -403,13 +403,13 @@ class Scheduler:
         finally:
             self.counters.steps += 1  # afterwards: who sees a first token sees the steps that it took
         self.speed.note(work, time.perf_counter() - begun)
-        tokens = result.tokens or [None] * len(work)
-        for (branch, count), logits, token in zip(work, result.logits, tokens, strict=True):
+        tokens = result.tokens or [()] * len(work)
+        for (branch, count), logits, drawn in zip(work, result.logits, tokens, strict=True):
             branch.run.computed += count
             self._memory.computed(branch.run)
             self._computing.computed(branch, count)
-            if token is not None and not branch.request.closed:
-                self._take_token(branch, token)
+            if drawn and not branch.request.closed:
+                self._take_token(branch, drawn[0])
             elif logits is not None:
                 self._on_logits(branch, logits)
         return True

@@ -44,7 +44,7 @@ class Steps:
         draws = complete and branch.new_tokens and branch.constraint is None and self._backend.info.draws_tokens
         draw = branch.sampler.draw() if draws else None
         tokens = run.tokens[run.computed : run.computed + count]
-        return StepWork(run.sequence, tokens, run.computed, complete and draw is None, draw)
+        return StepWork(run.sequence, tokens, run.computed, complete and draw is None, () if draw is None else (draw,))
 
 
 def extents(work: Iterable[tuple[Branch, int]]) -> list[tuple[SequenceId, int]]:

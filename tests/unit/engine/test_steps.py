@@ -118,7 +118,7 @@ def test_logits_are_wanted_when_the_last_token_is_computed(count: int, logits: b
     backend = PlainBackend()
     steps_on(backend).run([(branch(10, 6), count)])
     (item,) = backend.work
-    assert (item.sequence, item.start, item.logits, item.draw) == (7, 6, logits, None)
+    assert (item.sequence, item.start, item.logits, item.draws) == (7, 6, logits, ())
     assert list(item.token_ids) == list(range(106, 106 + count))
 
 
@@ -138,7 +138,7 @@ def test_tokens_are_drawn_by_the_backend_where_nothing_needs_the_logits(
     backend = PlainBackend(draws_tokens=draws_tokens)
     steps_on(backend).run([(branch(10, 9, **changes), 1)])
     (item,) = backend.work
-    assert (item.draw, item.logits) == ((DRAW, False) if drawn else (None, True))
+    assert (item.draws, item.logits) == (((DRAW,), False) if drawn else ((), True))
 
 
 def test_nothing_is_drawn_in_the_middle_of_a_run() -> None:
@@ -147,7 +147,7 @@ def test_nothing_is_drawn_in_the_middle_of_a_run() -> None:
     drawn: list[int] = []
     sampler = SimpleNamespace(draw=lambda: drawn.append(1) or DRAW)
     steps_on(backend).run([(branch(10, 2, new_tokens=[1, 2], sampler=sampler), 5)])
-    assert (drawn, backend.work[0].draw, backend.work[0].logits) == ([], None, False)
+    assert (drawn, backend.work[0].draws, backend.work[0].logits) == ([], (), False)
 
 
 def test_extents_are_those_of_branches_with_a_sequence() -> None:

@@ -139,6 +139,9 @@ class LlamaCppBackend:
     def release(self, sequence: SequenceId) -> None:
         self._context.release(sequence)
 
+    def truncate(self, sequence: SequenceId, num_tokens: int) -> None:
+        self._context.truncate(sequence, num_tokens)
+
     def step(self, work: Sequence[StepWork]) -> StepResult:
         # Cells that nobody needs slow every row of every step. Moving the live ones away costs about as much as what
         # they have cost by then, so it is never much worse than having known in advance.

@@ -161,6 +161,10 @@ class LlamaContext:
         for dead in removed:
             self._remove(dead)
 
+    def truncate(self, sequence: SequenceId, num_tokens: int) -> None:
+        """Takes a sequence back to its first `num_tokens` tokens."""
+        raise BackendError(f"sequence {sequence} can't be taken back to {num_tokens} tokens")
+
     def num_tokens(self, sequence: SequenceId) -> int:
         """Tokens that the sequence holds."""
         return len(self._sequences[sequence].cells)

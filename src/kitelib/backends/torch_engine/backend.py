@@ -151,6 +151,9 @@ class TorchBackend:
     def release(self, sequence: SequenceId) -> None:
         self.runner.tables.release(sequence)
 
+    def truncate(self, sequence: SequenceId, num_tokens: int) -> None:
+        self.runner.truncate(sequence, num_tokens)
+
     def step(self, work: Sequence[StepWork]) -> StepResult:
         return self.runner.step(work)
 

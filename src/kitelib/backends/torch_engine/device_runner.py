@@ -42,7 +42,7 @@ class DeviceRunner(Runner):
         import torch
 
         packed = self.admit(work)
-        draws = [item.draw for item in work if item.logits or item.draw]
+        draws = [item.draws[0] if item.draws else None for item in work if item.logits or item.draws]
         try:
             with torch.inference_mode():
                 finish = self._launch(packed, self.segments(work, packed), draws)
@@ -111,10 +111,10 @@ def _wanted(logits: torch.Tensor, draws: Sequence[TokenDraw | None]) -> Rows:
 def _result(work: Sequence[StepWork], rows: Rows, tokens: Sequence[int]) -> StepResult:
     found, drawn = iter(rows), iter(tokens)
     logits: list[npt.NDArray[np.float32] | None] = []
-    ids: list[int | None] = []
+    ids: list[Sequence[int]] = []
     for item in work:
-        asked = item.logits or item.draw is not None
+        asked = item.logits or item.draws
         token = next(drawn) if asked and tokens else None
         logits.append(next(found) if item.logits else None)
-        ids.append(token if item.draw is not None else None)
+        ids.append((token,) if item.draws and token is not None else ())
     return StepResult(logits, ids if tokens else ())

@@ -129,7 +129,7 @@ def pack(tables: BlockTables, work: Sequence[StepWork], rows: RowPlan, min_outpu
             positions[first] = item.start
     owners = np.repeat(np.arange(len(work)), counts)
     slots[:total] = block_tables[owners, positions[:total] // size] * np.int64(size) + positions[:total] % size
-    outputs = [int(row_starts[place + 1]) - 1 for place, item in enumerate(work) if item.logits or item.draw]
+    outputs = [int(row_starts[place + 1]) - 1 for place, item in enumerate(work) if item.logits or item.draws]
     padding = [outputs[-1]] * max(0, min_outputs - len(outputs)) if outputs else []
     return PackedStep(
         ids=ids,

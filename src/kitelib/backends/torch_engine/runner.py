@@ -146,6 +146,13 @@ class Runner:
         for item in work:
             self.tables.shrink(item.sequence, item.start)
 
+    def truncate(self, sequence: SequenceId, num_tokens: int) -> None:
+        """See `kitelib.abc.Backend.truncate`."""
+        held = self.tables[sequence].num_tokens
+        if not 0 <= num_tokens <= held:
+            raise BackendError(f"sequence {sequence} holds {held} tokens, so it can't be taken back to {num_tokens}")
+        self.tables.shrink(sequence, num_tokens)
+
     def segments(self, work: Sequence[StepWork], packed: PackedStep) -> list[Segment]:
         """The rows that have an adapter."""
         found = []
