@@ -13,6 +13,7 @@ pytest_plugins = [
     "tests.support.event_loop",
     "tests.support.fixtures",
     "tests.support.backends",
+    "tests.support.drafts",
     "tests.support.s3_fixtures",
     "tests.support.redis_fixtures",
 ]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kitelib.config import AdapterConfig, KiteConfig, PoolConfig, ReusePolicy, SamplingParams
     from kitelib.engine.conversation import Conversation
     from kitelib.engine.engine import KiteEngine
+    from kitelib.engine.passages import Passage
     from kitelib.engine.results import Choice, Chunk, Divergence, DraftCount, Generation, ReuseReport, Timing, Usage
     from kitelib.errors import (
         BackendError,
@@ -66,6 +67,7 @@ __all__ = [
     "MissingExtraError",
     "ModelFormatError",
     "ModelNotFoundError",
+    "Passage",
     "PoolConfig",
     "PromptTooLongError",
     "RequestError",
@@ -85,6 +87,7 @@ _MODULES = {
     "kitelib.config": ("AdapterConfig", "KiteConfig", "PoolConfig", "ReusePolicy", "SamplingParams"),
     "kitelib.engine.conversation": ("Conversation",),
     "kitelib.engine.engine": ("KiteEngine",),
+    "kitelib.engine.passages": ("Passage",),
     "kitelib.engine.results": (
         "Choice",
         "Chunk",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kitelib.abc import StepWork
 from kitelib.errors import BackendError, BackendStepError
 from kitelib.testing import check_backend
 from tests.support.backends import BackendKit
@@ -186,6 +188,191 @@ class NeverFull(Broken):
         return self.info.capacity_tokens
 
 
+class ShiftsDraftLogits(Broken):
+    def step(self, work):
+        result = self.inner.step(work)
+        rows = [[*before, last][1:] if before else before for before, last in self._rows(result)]
+        return dataclasses.replace(result, draft_logits=rows)
+
+    @staticmethod
+    def _rows(result):
+        return zip(result.draft_logits, result.logits, strict=True) if result.draft_logits else ()
+
+
+class GivesNoDraftLogits(Broken):
+    def step(self, work):
+        return dataclasses.replace(self.inner.step(work), draft_logits=())
+
+
+class AlwaysGivesDraftLogits(Broken):
+    def step(self, work):
+        result = self.inner.step(work)
+        return dataclasses.replace(result, draft_logits=result.draft_logits or [[] for _ in work])
+
+
+class DraftsDependOnTheCompany(Broken):
+    def step(self, work):
+        result = self.inner.step(work)
+        for rows in result.draft_logits if len(work) == 3 else ():
+            for row in rows:
+                row[3] = np.nextafter(row[3], np.float32(np.inf))
+        return result
+
+
+class DraftsChangeTheirNeighbours(Broken):
+    def step(self, work):
+        result = self.inner.step(work)
+        for item, logits in zip(work, result.logits, strict=True):
+            if logits is not None and not item.drafts and result.draft_logits:
+                logits[3] = np.nextafter(logits[3], np.float32(np.inf))
+        return result
+
+
+class KeepsWhatIsTakenBack(Broken):
+    """Counts the tokens as gone, and attends to them all the same: takes the next ones for the old ones."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.wrong = {}
+
+    def step(self, work):
+        self.held = {item.sequence: [*item.token_ids][1:] for item in work if item.drafts}
+        swapped = []
+        for item in work:
+            kept = self.wrong.pop(item.sequence, [])[: len(item.token_ids)]
+            swapped.append(dataclasses.replace(item, token_ids=[*kept, *item.token_ids[len(kept) :]]))
+        return self.inner.step(swapped)
+
+    def truncate(self, sequence, num_tokens):
+        self.wrong[sequence] = self.held.get(sequence, [])[-1:]
+        self.inner.truncate(sequence, num_tokens)
+
+
+class TakesTooMuchBack(Broken):
+    """What is taken back too much is computed again, but not what it was."""
+
+    def truncate(self, sequence, num_tokens):
+        self.inner.truncate(sequence, num_tokens)
+        if num_tokens:
+            self.inner.truncate(sequence, num_tokens - 1)
+            self.inner.step([StepWork(sequence, [5], num_tokens - 1, False)])
+
+
+class TakesNothingBack(Broken):
+    def truncate(self, sequence, num_tokens):
+        pass
+
+
+class ExportsWhatIsTakenBack(Broken):
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.blocks = {}
+
+    def truncate(self, sequence, num_tokens):
+        blocks = self.inner.export_blocks(sequence, 0, 8)
+        self.inner.truncate(sequence, num_tokens)
+        self.blocks[sequence] = blocks
+
+    def export_blocks(self, sequence, first, count, end=None):
+        found = self.blocks.pop(sequence, None)
+        return self.inner.export_blocks(sequence, first, count, end) if found is None else found
+
+
+class TakesRelativesBack(Broken):
+    """What one sequence takes back, those that share it lose as well; other tokens take their place."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.relatives = []  # a sequence, one that shares tokens with it, and how many
+
+    def truncate(self, sequence, num_tokens):
+        self.inner.truncate(sequence, num_tokens)
+        for own, relative, held in self.relatives:
+            if own == sequence and num_tokens < held:
+                self.inner.truncate(relative, num_tokens)
+                self.inner.step([StepWork(relative, [5] * (held - num_tokens), num_tokens, False)])
+        self.relatives = [each for each in self.relatives if each[0] != sequence]
+
+
+class TakesForksBack(TakesRelativesBack):
+    def fork(self, source, num_tokens):
+        fork = self.inner.fork(source, num_tokens)
+        self.relatives.append((source, fork, num_tokens))
+        return fork
+
+
+class TakesSourcesBack(TakesRelativesBack):
+    def fork(self, source, num_tokens):
+        fork = self.inner.fork(source, num_tokens)
+        self.relatives.append((fork, source, num_tokens))
+        return fork
+
+
+class HidesTheRoomOfDrafts(Broken):
+    lost = 0
+
+    def truncate(self, sequence, num_tokens):
+        self.inner.truncate(sequence, num_tokens)
+        self.lost += 1
+
+    def release(self, sequence):
+        self.lost = 0
+        self.inner.release(sequence)
+
+    def room(self, sequence=None, beside=(), *, shared=0):
+        return self.inner.room(sequence, beside, shared=shared) - self.lost
+
+
+class DraftsTakeNoRoom(Broken):
+    drafts = 0
+
+    def step(self, work):
+        result = self.inner.step(work)
+        self.drafts = sum(item.drafts for item in work)
+        return result
+
+    def truncate(self, sequence, num_tokens):
+        self.inner.truncate(sequence, num_tokens)
+        self.drafts = 0
+
+    def release(self, sequence):
+        self.drafts = 0
+        self.inner.release(sequence)
+
+    def room(self, sequence=None, beside=(), *, shared=0):
+        return self.inner.room(sequence, beside, shared=shared) + self.drafts
+
+
+class TakesBackWhatIsNotThere(Broken):
+    def truncate(self, sequence, num_tokens):
+        with contextlib.suppress(BackendError):
+            self.inner.truncate(sequence, num_tokens)
+
+
+class TakesBackBeforeItFails(Broken):
+    def truncate(self, sequence, num_tokens):
+        try:
+            self.inner.truncate(sequence, num_tokens)
+        except BackendError:
+            self.inner.truncate(sequence, 1)
+            raise
+
+
+class TakesOnlyDrafts(Broken):
+    def step(self, work):
+        return self.inner.step(
+            [dataclasses.replace(item, drafts=min(item.drafts, len(item.token_ids) - 1)) for item in work]
+        )
+
+
+class GuessesWithoutTruncating(Broken):
+    """Says that it can't verify drafts, and takes them."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.info = dataclasses.replace(inner.info, max_outputs=0)
+
+
 class AbstractOnly(Broken):
     def __getattr__(self, name: str) -> Any:
         if name == "free_sequences":
@@ -217,6 +404,23 @@ class AbstractOnly(Broken):
         (DependsOnTheCompany, "what else is in the step"),
         (NeverFull, "must fall by at least the tokens"),
         (AbstractOnly, "all methods"),
+        (ShiftsDraftLogits, "those of decoding one by one"),
+        (GivesNoDraftLogits, "logits before each draft"),
+        (AlwaysGivesDraftLogits, "must have no draft_logits"),
+        (DraftsDependOnTheCompany, "logits of drafts must not depend"),
+        (DraftsChangeTheirNeighbours, "logits of others must not depend"),
+        (KeepsWhatIsTakenBack, "as if there had been no drafts"),
+        (TakesTooMuchBack, "as if there had been no drafts"),
+        (TakesNothingBack, "taken back"),
+        (ExportsWhatIsTakenBack, "must not be exported"),
+        (TakesForksBack, "a fork must keep"),
+        (TakesSourcesBack, "a source must keep"),
+        (HidesTheRoomOfDrafts, "must come back with truncate"),
+        (DraftsTakeNoRoom, "must take room until"),
+        (TakesBackWhatIsNotThere, "more tokens than there are"),
+        (TakesBackBeforeItFails, "after one that failed"),
+        (TakesOnlyDrafts, "as many drafts as tokens"),
+        (GuessesWithoutTruncating, "where info.max_outputs is 0"),
     ],
 )
 def test_each_broken_promise_is_found(kit: BackendKit, load: Any, kind: type[Broken], promise: str) -> None:

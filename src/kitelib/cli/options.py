@@ -23,6 +23,7 @@ __all__ = [
     "add_sampling_options",
     "engine_notes",
     "open_engine",
+    "positive_count",
     "resolve_model",
     "sampling_options",
     "unusable_tiers",
@@ -69,7 +70,7 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=f"a .gguf file, a model folder, or the word {DEMO_MODEL!r}")
 
 
-def _count(text: str) -> int:
+def positive_count(text: str) -> int:
     """A whole number of at least 1, for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
@@ -80,10 +81,10 @@ def add_engine_options(parser: argparse.ArgumentParser, *, disk_default: str = "
     """Adds the options of `KiteEngine.open` that a person at a terminal needs, with those that name a pool."""
     group = parser.add_argument_group("engine")
     group.add_argument(
-        "--threads", type=_count, metavar="N", help="CPU threads for the model (default: chosen for you)"
+        "--threads", type=positive_count, metavar="N", help="CPU threads for the model (default: chosen for you)"
     )
     group.add_argument(
-        "--ctx", type=_count, metavar="TOKENS", help="context length in tokens (default: chosen for you)"
+        "--ctx", type=positive_count, metavar="TOKENS", help="context length in tokens (default: chosen for you)"
     )
     group.add_argument(
         "--numerics",

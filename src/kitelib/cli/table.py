@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-__all__ = ["format_factor", "format_seconds", "format_table", "shorten"]
+__all__ = ["counted", "format_factor", "format_seconds", "format_table", "shorten"]
 
 _GAP = "  "
 
@@ -35,6 +35,11 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: 
 
     rule = _GAP.join("-" * width for width in widths)
     return "\n".join([line(header), rule, *(line(row) for row in rows)])
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 block``, ``2 blocks``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def format_seconds(seconds: float) -> str:

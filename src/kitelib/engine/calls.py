@@ -10,8 +10,13 @@ from typing import Any
 
 from kitelib.abc import Message
 from kitelib.config import ReusePolicy, SamplingParams
+from kitelib.engine.passages import Parts, Passage, Splices, is_parted, prepare_splices, tokenize_parts
+from kitelib.engine.recall import Recall
 from kitelib.engine.request import Deliver, Request
+from kitelib.engine.results import Generation
 from kitelib.engine.serving import Serving
+from kitelib.engine.streaming import Submitted
+from kitelib.engine.verifying import CHECK_OPTIONS
 from kitelib.errors import (
     EmptyPromptError,
     InvalidRequestError,
@@ -20,15 +25,15 @@ from kitelib.errors import (
     UnknownAdapterError,
     UnsupportedOptionError,
 )
-from kitelib.fingerprint import BlockChain
+from kitelib.fingerprint import Fingerprint
+from kitelib.runtime.streams import Mailbox
 from kitelib.runtime.threads import ThreadDoor
-from kitelib.yoco.planner import EMPTY_PREFIX
+from kitelib.yoco.wordings import Question, question_of
 
 __all__ = ["Call", "Prompt", "check_adapter", "check_policy", "sampling_params", "tokenize_chat"]
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Sequence[str | Passage | Sequence[int]]
 
-_INLINE_TOKENS = 2048  # shorter prompts are fingerprinted on the loop (0.2 ms): a thread would take longer
 _SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
 
@@ -61,28 +66,30 @@ class Call:
         """
         params, policy = self.params, self.policy
         check_adapter(serving, self.adapter)
-        tokens = await self._tokens(serving, door)
+        if policy.neighbours and not serving.matcher.encodes:
+            raise UnsupportedOptionError(
+                "ReusePolicy.neighbours needs an encoder; open the engine with encoder='use' (extra 'semantic')"
+            )
+        tokens, parts = await self._tokens(serving, door)
         _check_sampling(serving, params)
         constraint = None
         if params.json_schema is not None or params.regex is not None:
             constraint = await door.run(lambda: serving.constraint(params))
         root = serving.root(policy, self.adapter)
-        size = serving.backend.info.block_tokens
-        if len(tokens) <= _INLINE_TOKENS:
-            chain = BlockChain(root, size, tokens)
+        inner = _Inner(self, serving, door, epoch, created)
+        recall = Recall(serving, door, root, policy, params, inner.ask)
+        splices = None if parts is None else await self._splices(serving, parts, root, inner)
+        if splices is not None:
+            known = recall.moved(tokens, splices.chain)
         else:
-            chain = await door.run(lambda: BlockChain(root, size, tokens))
-        prefix = EMPTY_PREFIX
-        if policy.mode != "off":
-            first = serving.memory.residency.resident_blocks(chain)
-            prefix = await serving.planner.find(chain, tokens, first, logits=policy.zero_prefill)
+            known = await recall.prompt(tokens, await self._question(door))
         return Request(
-            prompt=tokens,
-            chain=chain,
+            prompt=known.prompt,
+            chain=known.chain,
             params=params,
             policy=policy,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
-            max_new_tokens=min(params.max_tokens, serving.backend.info.context_tokens - len(tokens)),
+            max_new_tokens=min(params.max_tokens, serving.backend.info.context_tokens - len(known.prompt)),
             adapter=self.adapter,
             priority=self.priority,
             deadline=None if self.deadline is None else created + self.deadline,
@@ -90,12 +97,41 @@ class Call:
             deliver=deliver,
             streaming=self.streaming,
             epoch=epoch,
-            prefix=prefix,
+            prefix=known.prefix,
+            asked=known.asked,
+            guess=known.guess,
+            answer=known.answer,
+            sampling=known.sampling,
+            question=known.question,
+            vector=known.vector,
+            wording=known.wording,
+            splices=splices,
             created=created,
         )
 
-    async def _tokens(self, serving: Serving, door: ThreadDoor) -> list[int]:
+    async def _question(self, door: ThreadDoor) -> Question | None:
+        """What the chat asks, if anybody wants to know."""
+        messages, tools, policy = self.messages, self.tools, self.policy
+        if messages is None or policy.mode == "off" or not (policy.drafts or policy.mode == "semantic"):
+            return None
+        return await door.run(lambda: question_of(messages, tools))
+
+    async def _splices(self, serving: Serving, parts: Parts, root: Fingerprint, inner: _Inner) -> Splices | None:
+        """The passages whose KV is moved, ready for it; None if there are none."""
+        mode = self.policy.passages
+        if mode == "exact" or self.policy.mode == "off":
+            return None
+
+        async def compute(token_ids: list[int]) -> int:
+            gen = await inner.generate(zero_prefill=False, prompt=token_ids, params=SamplingParams(max_tokens=1))
+            return len(token_ids) - gen.usage.cached_tokens
+
+        return await prepare_splices(serving, parts, root, mode, compute)
+
+    async def _tokens(self, serving: Serving, door: ThreadDoor) -> tuple[list[int], Parts | None]:
+        """The prompt's token ids, and its parts if it has some."""
         prompt, backend = self.prompt, serving.backend
+        parts = None
         if (prompt is None) == (self.messages is None):
             raise InvalidRequestError("give exactly one of prompt and messages")
         if self.tools is not None and self.messages is None:
@@ -104,6 +140,9 @@ class Call:
             tokens = await tokenize_chat(serving, door, self.messages, self.tools)
         elif isinstance(prompt, str):
             tokens = await door.run(lambda: backend.tokenize(prompt, add_special=True)) if prompt else []
+        elif is_parted(prompt):
+            parts = await door.run(lambda: tokenize_parts(prompt, backend, _checked_ids))
+            tokens = parts.token_ids
         else:
             tokens = _checked_ids(prompt, backend.info.vocab_size)
         if not tokens:
@@ -111,7 +150,39 @@ class Call:
         limit = backend.info.context_tokens - 1
         if len(tokens) > limit:
             raise PromptTooLongError(len(tokens), limit)
-        return tokens
+        return tokens, parts
+
+
+class _Inner:
+    """Calls that a call makes on its way: within its namespace, and without going through the gate again, where they
+    could wait for the call itself."""
+
+    def __init__(self, call: Call, serving: Serving, door: ThreadDoor, epoch: int, created: float) -> None:
+        self._call = call
+        self._serving = serving
+        self._door = door
+        self._epoch = epoch
+        self._created = created
+
+    async def generate(self, *, zero_prefill: bool = True, **changes: Any) -> Generation:
+        """The call with some of it changed."""
+        own = self._call.policy
+        policy = ReusePolicy(zero_prefill=zero_prefill, drafts=False, numerics=own.numerics, namespace=own.namespace)
+        call = dataclasses.replace(self._call, policy=policy, streaming=False, **changes)
+        mailbox: Mailbox[Any] = Mailbox()
+        request = await call.request(self._serving, self._door, self._epoch, mailbox.put, self._created)
+        with Submitted(self._serving.scheduler, request) as submitted:
+            self._serving.scheduler.submit(request)
+            self._serving.submitted(request)
+            generation = submitted.take(await mailbox.get())
+        assert isinstance(generation, Generation)
+        return generation
+
+    async def ask(self, messages: list[Message]) -> Generation:
+        """Lets the model judge; see `verifying.Ask`."""
+        options: Any = CHECK_OPTIONS
+        changes: dict[str, Any] = {"prompt": None, "messages": messages, "tools": None, "adapter": None}
+        return await self.generate(params=SamplingParams(**options), **changes)
 
 
 async def tokenize_chat(
@@ -162,8 +233,6 @@ def check_policy(policy: ReusePolicy | None, engine_policy: ReusePolicy) -> Reus
         return engine_policy
     if not isinstance(policy, ReusePolicy):
         raise InvalidRequestError(f"reuse is {policy!r}; give a ReusePolicy, such as ReusePolicy(mode='off')")
-    if policy.mode == "semantic":
-        raise UnsupportedOptionError("ReusePolicy.mode is 'semantic', which this release does not have; use 'exact'")
     if policy.numerics == "bitwise" and engine_policy.numerics == "standard":
         raise UnsupportedOptionError(
             "a call asks for numerics='bitwise', but the engine was opened with 'standard'; "

@@ -74,8 +74,8 @@ class ContextMemory:
         restorable = self._restorable(run, shared, prefix)
         base = shared // size * size if restorable > shared else shared
         new_tokens = len(run.tokens) - base
-        if source is not None and source in self._idle:
-            self._idle.move_to_end(source)
+        if source is not None:
+            self.touch(source)
         self._trim_idle(source, max(new_tokens, run.expected_tokens - base))
         while self._room(base) < new_tokens or not self.backend.free_sequences():
             if not self.evict_one(spare=source):
@@ -178,14 +178,27 @@ class ContextMemory:
         active = sum(max(len(run.tokens), run.expected_tokens) for run in self._active)
         return max(0, self.backend.info.resident_idle_tokens - active - new_tokens)
 
+    def touch(self, run: Run) -> None:
+        """The run is used: if it is idle, it goes last."""
+        if run in self._idle:
+            self._idle.move_to_end(run)
+
     def computed(self, run: Run) -> None:
         """The run has computed more."""
+        self.residency.update(run)
+
+    def settle(self, run: Run) -> None:
+        """The step is evaluated: what is left of the run's drafts was wrong, or comes after its end."""
+        if run.ahead and run.sequence is not None:
+            self.backend.truncate(run.sequence, run.computed)
+        run.ahead = 0
         self.residency.update(run)
 
     def retire(self, run: Run) -> None:
         """The run has ended: it becomes idle if it may be reused, else it goes."""
         if run.sequence is None:
             return
+        self.settle(run)
         if not run.shared or not run.computed or not self.backend.info.reuse_blocks:
             self.drop(run)
             return
@@ -196,7 +209,7 @@ class ContextMemory:
     def preempt(self, run: Run) -> None:
         """Upcycles all of an active run and takes its sequence away."""
         self.saver.note(run, tail=True)
-        if run.shared and run.sequence is not None and self.backend.info.reuse_blocks:
+        if run.shared and run.kept and run.sequence is not None and self.backend.info.reuse_blocks:
             self.saver.save(run)
         self.drop(run)
 
@@ -209,7 +222,7 @@ class ContextMemory:
             self.residency.forget(run)
             self.backend.release(run.sequence)
             run.sequence = None
-            run.computed = run.saved = 0
+            run.computed = run.saved = run.ahead = 0
 
     def evict_one(self, spare: Run | None = None) -> bool:
         """Makes the least recently used idle run go; False if there is none but `spare`."""

@@ -20,13 +20,13 @@ from kitelib.config import AdapterConfig, KiteConfig, PoolConfig, ReusePolicy, S
 from kitelib.engine.calls import Call, Prompt, check_adapter, check_policy, sampling_params, tokenize_chat
 from kitelib.engine.gate import Gate
 from kitelib.engine.loading import Loader
+from kitelib.engine.matching import open_encoder
 from kitelib.engine.opening import Opening
 from kitelib.engine.results import Chunk, Generation
-from kitelib.engine.serving import Serving, bind_late, load_backend, use_model
+from kitelib.engine.serving import Serving, load_backend, use_model
 from kitelib.engine.streaming import ChatStream, Submitted
 from kitelib.errors import (
     ConfigError,
-    EmptyPromptError,
     EngineClosedError,
     InvalidRequestError,
     UnsupportedOptionError,
@@ -36,6 +36,7 @@ from kitelib.runtime.supervisor import Supervisor
 from kitelib.runtime.threads import ThreadDoor
 from kitelib.stores.pool import RUPool
 from kitelib.upcycle.recycler import Recycler
+from kitelib.yoco.encoder import Encoder
 
 if TYPE_CHECKING:
     from kitelib.engine.conversation import Conversation
@@ -60,11 +61,20 @@ class KiteEngine:
     pool: RUPool
     reuse: ReusePolicy
 
-    def __init__(self, loader: Loader, pool_config: PoolConfig, reuse: ReusePolicy, max_queue: int) -> None:
+    def __init__(
+        self,
+        loader: Loader,
+        pool_config: PoolConfig,
+        reuse: ReusePolicy,
+        max_queue: int,
+        encoder: str | Encoder | None = None,
+    ) -> None:
         """Use `KiteEngine.open`."""
         self.reuse = check_policy(reuse, ReusePolicy(numerics="bitwise"))
         self._loader = loader
         self._pool_config = pool_config
+        self._wanted_encoder = encoder
+        self._encoder: Encoder | None = None
         self._door = ThreadDoor()
         self.pool = RUPool(pool_config, self._door, on_epoch=self._on_epoch)
         self._recycler = Recycler(self.pool, _MAX_PENDING_WRITE_BYTES)
@@ -91,6 +101,7 @@ class KiteEngine:
         kv_tokens: int | None = None,
         max_queue: int = 1024,
         cache_dir: str | os.PathLike[str] | None = None,
+        encoder: str | Encoder | None = None,
         config: KiteConfig | None = None,
         progress: Progress | None = None,
     ) -> Opening:
@@ -112,6 +123,8 @@ class KiteEngine:
             kv_tokens: most tokens of all sequences together; None takes four times n_ctx, on CUDA what is free.
             max_queue: requests that may wait; one more raises `EngineOverloadedError`.
             cache_dir: folder for digests and self-test results; None means the user's cache folder.
+            encoder: finds near questions, for drafts and for `ReusePolicy.neighbours`: "use" (extra ``semantic``, 125 MB
+                of memory), or an object like `kitelib.yoco.encoder.Encoder`; default None.
             config: a configuration file; gives the pool (so leave out `pool`), and block sizes where `block_tokens`
                 does not.
             progress: called from a worker thread with what is being done and its share, 0 to 1.
@@ -144,11 +157,12 @@ class KiteEngine:
             raise ConfigError(f"max_queue is {max_queue!r}; give a whole number of requests, 0 or more")
         policy = reuse or ReusePolicy()
         pool_config = pool or PoolConfig()
-        return Opening(lambda: cls(loader, pool_config, policy, max_queue))
+        return Opening(lambda: cls(loader, pool_config, policy, max_queue, encoder))
 
     async def _start(self) -> None:
         self._supervisor.start()
         try:
+            self._encoder = await open_encoder(self._wanted_encoder, self._door)
             await self.pool.start(self._supervisor)
             backend = await load_backend(self._loader, self.pool, self._door)
             try:
@@ -164,7 +178,9 @@ class KiteEngine:
         self._supervisor.keep("recycler", self._recycler.run)
 
     def _serve(self, backend: Any) -> None:
-        self._serving = Serving.start(backend, self.pool, self._recycler, self._supervisor, self._pool_config)
+        self._serving = Serving.start(
+            backend, self.pool, self._recycler, self._supervisor, self._pool_config, self._door, self._encoder
+        )
         # A program that ends without closing the engine must not hang on the model's thread.
         atexit.register(self._serving.scheduler.stop, EngineClosedError())
 
@@ -268,7 +284,7 @@ class KiteEngine:
             # Closed in between?
             submitted = Submitted(self._current.scheduler, request)
             serving.scheduler.submit(request)
-            bind_late(serving.scheduler, request, request.prefix)
+            serving.submitted(request)
         return submitted
 
     async def _stream(self, call: Call) -> AsyncGenerator[Chunk, None]:
@@ -313,8 +329,6 @@ class KiteEngine:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
         """Token ids of a rendered chat, up to where the assistant's answer starts."""
-        if isinstance(messages, (list, tuple)) and not messages:
-            raise EmptyPromptError("messages is empty; give at least one message")
         return await tokenize_chat(self._current, self._door, messages, tools)
 
     async def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
@@ -392,6 +406,7 @@ class KiteEngine:
         # The epoch first: from here on, nothing from before is shared, saved or given out.
         memory = self.pool.forget()
         context = await serving.on_model_thread(serving.scheduler.invalidate)
+        await serving.matcher.forget()
         return {"context": context, "memory": memory, **await self.pool.spread_epoch()}
 
     async def reload(
@@ -435,25 +450,10 @@ class KiteEngine:
     def stats(self) -> dict[str, Any]:
         """Counters and sizes at this moment: plain data, no I/O. See docs/troubleshooting.md for what they mean."""
         serving = self._current
-        info = serving.backend.info
-        size = info.block_tokens
-        active = sum(run.computed for run in list(serving.scheduler.active_runs()))
         return {
-            **dataclasses.asdict(serving.scheduler.counters),
-            **serving.backend.stats(),
-            "queued": serving.scheduler.num_waiting,
-            "running": serving.scheduler.num_active,
+            **serving.stats(),
             "open_requests": self._gate.num_inside,
-            "blocks_used": -(-active // size),
-            "blocks_idle": max(0, -(-serving.backend.used_tokens() // size) - -(-active // size)),
-            "blocks_total": info.capacity_tokens // size,
-            "block_tokens": size,
-            "block_bytes": info.block_bytes,
-            "idle_sequences": serving.memory.num_idle,
-            "context_evictions": serving.memory.evictions,
-            "numerics": info.numerics,
-            "model": info.name,
-            "notes": [*info.notes, *self.pool.notes()],
+            "notes": [*serving.backend.info.notes, *self.pool.notes()],
             "recycler": {
                 "registered": self._recycler.registered,
                 "dropped": self._recycler.dropped,

@@ -15,6 +15,7 @@ from kitelib.engine.results import (
     Choice,
     Chunk,
     Divergence,
+    DraftCount,
     Exactness,
     FinishReason,
     Generation,
@@ -31,15 +32,22 @@ Post = Callable[[Callable[[], None]], None]
 
 
 class Outputs:
-    """Turns the logits of branches into tokens, text and results. `post` makes a call on the event loop; `rounded` says
-    that what the pool gives is not exact."""
+    """Turns the logits of branches into tokens, text and results. `post` makes a call on the event loop, `finished` is
+    called there with each request that is answered; `rounded` says that what the pool gives is not exact."""
 
     def __init__(
-        self, backend: Backend, token_text: Callable[[int], str], post: Post, *, rounded: bool = False
+        self,
+        backend: Backend,
+        token_text: Callable[[int], str],
+        post: Post,
+        finished: Callable[[Request], None],
+        *,
+        rounded: bool = False,
     ) -> None:
         self._backend = backend
         self._token_text = token_text
         self._post = post
+        self._finished = finished
         self._rounded = rounded
         self._recent = RecentPrompts()
 
@@ -69,9 +77,9 @@ class Outputs:
         """Nothing is cached any more that a prompt could leave."""
         self._recent.clear()
 
-    def take_token(self, branch: Branch, found: npt.NDArray[np.float32] | int) -> None:
+    def take_token(self, branch: Branch, found: npt.NDArray[np.float32] | int) -> int:
         """Chooses the next token of a branch from logits, or takes the one that was drawn; sets `finish_reason` if it
-        was the last.
+        was the last. Returns the token.
 
         Raises:
             InvalidSamplingError: the constraint allows no token.
@@ -91,6 +99,15 @@ class Outputs:
         branch.finish_reason = reason
         if request.streaming:
             chunk = Chunk(text, new_ids, branch.index, reason)
+            self._post(lambda: request.deliver(chunk))
+        return sampled.token_id
+
+    def end(self, branch: Branch) -> None:
+        """The text of a branch is over, as is known from an earlier one."""
+        request, text = branch.request, branch.text.finish()
+        branch.finish_reason = "stop"
+        if request.streaming:
+            chunk = Chunk(text, [], branch.index, "stop")
             self._post(lambda: request.deliver(chunk))
 
     def _is_end(self, request: Request, token_id: int) -> bool:
@@ -120,7 +137,12 @@ class Outputs:
         if request.branches[0].run.shared:
             self._recent.add(request.chain, [*request.prompt, *request.branches[0].new_tokens])
         generation = self._generation(request, time.monotonic())
-        self._post(lambda: request.deliver(generation))
+
+        def deliver() -> None:
+            self._finished(request)
+            request.deliver(generation)
+
+        self._post(deliver)
 
     def _generation(self, request: Request, now: float) -> Generation:
         branches = sorted(request.branches, key=lambda branch: branch.index)
@@ -159,24 +181,53 @@ class Outputs:
         known = sum(tiers.values())
         if cached > known:  # what no tier's KV was needed for: its logits were stored
             source = request.logits_source or "memory"
+            if request.answer is not None:
+                source = request.answer.source
             tiers[source] = tiers.get(source, 0) + cached - known
         tiers = {name: count for name, count in tiers.items() if count}
         exactness: Exactness = "bitwise" if exact else "standard"
+        if request.wording is not None or request.splices is not None or (self._rounded and cached):
+            exactness = "approximate"
         return ReuseReport(
-            exactness="approximate" if self._rounded and cached else exactness,
+            exactness=exactness,
             tiers=tiers,
             computed_tokens=len(request.prompt) - cached,
             zero_prefill=request.zero_prefill,
             divergence=request.divergence,
             note=_note(request, tiers, cached, self._backend.info),
             skipped=dict(request.skipped_tokens),
+            drafts=_draft_counts(request),
+            completion=request.answer is not None,
+            wording=request.wording,
+            passage_tokens=0 if request.splices is None else request.splices.moved,
         )
+
+
+def _draft_counts(request: Request) -> dict[str, DraftCount]:
+    totals: dict[str, DraftCount] = {}
+    for branch in request.branches:
+        for source, (proposed, accepted) in {} if branch.drafter is None else branch.drafter.counts.items():
+            before = totals.get(source, DraftCount(0, 0))
+            totals[source] = DraftCount(before.proposed + proposed, before.accepted + accepted)
+    return {source: each for source, each in totals.items() if each.proposed}
 
 
 def _note(request: Request, tiers: dict[str, int], cached: int, info: ModelInfo) -> str:
     if not request.reuses:
         return "reuse was off for this request"
+    if request.wording is not None:
+        return f"answered with what is stored for another wording: {_exact_note(request, tiers, cached, info)}"
+    return _exact_note(request, tiers, cached, info)
+
+
+def _exact_note(request: Request, tiers: dict[str, int], cached: int, info: ModelInfo) -> str:
     computed = len(request.prompt) - cached
+    if request.answer is not None:
+        known = len(request.answer.token_ids)
+        more = (
+            "" if request.admitted_at is None else f"; more than its {known} tokens was asked for, so it was continued"
+        )
+        return f"the answer was stored in {request.answer.source}{more}"
     if request.zero_prefill:
         again = f"; {computed} prompt tokens were computed again for what followed" if computed else ""
         source = request.prefix.logits_source
@@ -194,5 +245,9 @@ def _note(request: Request, tiers: dict[str, int], cached: int, info: ModelInfo)
 
 
 def _place(tier: str) -> str:
-    places = {"context": "shared in the context", "memory": "from the memory pool"}
+    places = {
+        "context": "shared in the context",
+        "memory": "from the memory pool",
+        "passages": "of passages moved from elsewhere (approximate)",
+    }
     return places.get(tier, f"from {tier}")

@@ -11,12 +11,17 @@ from typing import Any
 from kitelib.abc import SequenceId
 from kitelib.config import ReusePolicy, SamplingParams
 from kitelib.engine.constraints import Constraint
+from kitelib.engine.passages import Splices
 from kitelib.engine.results import Divergence, FinishReason
 from kitelib.engine.sampling import Sampler
 from kitelib.engine.text import TextStream
 from kitelib.fingerprint import BlockChain
+from kitelib.yoco.completions import Completion
+from kitelib.yoco.drafts import Asked, Drafter, Proposal
+from kitelib.yoco.encoder import Vector
 from kitelib.yoco.planner import EMPTY_PREFIX, PooledPrefix
 from kitelib.yoco.search import Late
+from kitelib.yoco.wordings import Question
 
 __all__ = ["Branch", "Request", "Run"]
 
@@ -37,8 +42,10 @@ class Run:
 
     Attributes:
         chain: fingerprints of `tokens`.
+        ahead: drafts that the sequence holds after `computed`; not 0 only until the step is evaluated.
         sequence: the backend's sequence; None while nothing is held.
         shared: False keeps the run out of every reuse: nobody forks it and it is never saved.
+        kept: False keeps it in the context: others may fork it, but it is never saved.
         indexed: full blocks known to the residency index.
         expected_tokens: how long the run may get.
         tail_ends: token counts at which a partial block is to be saved as well.
@@ -50,8 +57,10 @@ class Run:
     shared: bool
     epoch: int
     adapter: str | None = None
+    kept: bool = True
     sequence: SequenceId | None = None
     computed: int = 0
+    ahead: int = 0
     saved: int = 0
     indexed: int = 0
     expected_tokens: int = 0
@@ -77,6 +86,14 @@ class Request:
         skipped_tokens: tier -> prompt tokens that it had but that were computed, because loading takes longer.
         prefix: what the pool had for it when it came; let go when it is not needed any more, for it is large.
         logits_source: the tier of its stored logits; "" if there were none.
+        asked: what is known of the prompt beside its tokens; None if no drafts are wanted.
+        guess: what followed this prompt before; drafts start with it. None if the pool has nothing.
+        answer: what is to be given without computing it (`ReusePolicy.completions`); None if the pool has nothing.
+        sampling: canonical bytes of its options if its answer is to be kept for that, else None.
+        question: what the last message of a chat asks; None if it is none, or if nobody wants to know.
+        vector: of the question; None without an encoder, or while it is not needed.
+        wording: the stored question that is asked instead of its own; None if it is its own.
+        splices: its passages whose KV is moved; None if there are none.
         admitted_at: when its first own work was admitted; None before.
     """
 
@@ -101,6 +118,14 @@ class Request:
     pool_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     skipped_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     logits_source: str = ""
+    asked: Asked | None = None
+    guess: Completion | None = None
+    answer: Completion | None = None
+    sampling: bytes | None = None
+    question: Question | None = None
+    vector: Vector | None = None
+    wording: str | None = None
+    splices: Splices | None = None
     zero_prefill: bool = False
     divergence: Divergence | None = None
     admitted_at: float | None = None
@@ -111,7 +136,7 @@ class Request:
     def cached_tokens(self) -> int:
         """Prompt tokens that were not computed for this request. A choice that ended with its first token, sampled
         from stored logits, never asked for the prompt's KV."""
-        untouched = self.zero_prefill and self.admitted_at is None
+        untouched = (self.zero_prefill or self.answer is not None) and self.admitted_at is None
         return len(self.prompt) if untouched else self.context_tokens + sum(self.pool_tokens.values())
 
     def note_restored(self, start: int, restored: Mapping[str, int]) -> None:
@@ -146,6 +171,10 @@ class Branch:
         fetching: the pool is being asked; not admitted until the answer.
         ask_pool: ask the pool again before the next admission: it was preempted, or too much was held when it came.
         counts: what is restored for it counts as the request's: the first branch, in its first life.
+        drafter: guesses its next tokens; None if no drafts are wanted.
+        proposal: its guess for the step under way; None if it made none.
+        draft: how much of that the model verifies in this step; () if nothing.
+        accepted: how many of these tokens were right.
     """
 
     request: Request
@@ -161,6 +190,10 @@ class Branch:
     fetching: bool = False
     ask_pool: bool = False
     counts: bool = False
+    drafter: Drafter | None = None
+    proposal: Proposal | None = None
+    draft: tuple[int, ...] = ()
+    accepted: int = 0
     new_tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -80,6 +81,7 @@ class Sampler:
 
     __slots__ = (
         "_adjusts",
+        "_ahead",
         "_bias_ids",
         "_bias_values",
         "_greedy",
@@ -103,6 +105,7 @@ class Sampler:
         self._random = (
             None if self._greedy else np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, choice])))
         )
+        self._ahead: deque[float] = deque()  # random numbers that were given to a backend and are not used up yet
         self._bias_ids: _Indices | None = None
         if params.logit_bias:
             self._bias_ids = np.fromiter(params.logit_bias.keys(), np.intp, len(params.logit_bias))
@@ -140,24 +143,35 @@ class Sampler:
         self.record(token)
         return Sampled(token, logprobs)
 
-    def draw(self) -> TokenDraw | None:
-        """What a backend needs to draw the next token itself: the same one, up to the rounding of its sums. None if
-        these options need the logits here. Uses up a random number, so ask once per token, and then call `drawn`."""
+    def draws(self, count: int) -> tuple[TokenDraw, ...]:
+        """What a backend needs to draw the next `count` tokens itself: the same ones, up to the rounding of its sums.
+        Empty if these options need the logits here. Uses nothing up: `drawn` does, token by token."""
         if self._adjusts or self.needs_logprobs:
-            return None
+            return ()
         params = self._params
-        uniform = 0.0 if self._random is None else float(self._random.random())
-        return TokenDraw(self._temperature, max(0, params.top_k), params.top_p, params.min_p, uniform)
+        options = (self._temperature, max(0, params.top_k), params.top_p, params.min_p)
+        if self._random is None:
+            return (TokenDraw(*options, 0.0),) * count
+        while len(self._ahead) < count:
+            self._ahead.append(float(self._random.random()))
+        return tuple(TokenDraw(*options, self._ahead[place]) for place in range(count))
 
     def drawn(self, token_id: int) -> Sampled:
-        """Takes the token that a backend drew.
+        """Takes a token that was chosen elsewhere: that a backend drew, or that is known from an earlier answer.
 
         Raises:
             BackendStepError: it is none of the vocabulary; a backend says so with -1 where the logits are not numbers.
         """
         if not 0 <= token_id < self._vocab_size:
             raise BackendStepError(f"the model gave unusable logits: the token drawn is {token_id}")
+        if self._random is not None:
+            self._uniform(self._random)
+        self.record(token_id)
         return Sampled(token_id, None)
+
+    def _uniform(self, random: np.random.Generator) -> float:
+        """The next random number."""
+        return self._ahead.popleft() if self._ahead else float(random.random())
 
     def record(self, token_id: int) -> None:
         """Counts a token that was not sampled here (a forced or a restored one) for the penalties; draws nothing."""
@@ -201,7 +215,7 @@ class Sampler:
         with np.errstate(over="ignore", invalid="ignore"):
             if self._random is not None:
                 ids, weights = self._filter(*self._allowed_scores(logits, mask))
-                index = _invert(weights, self._random.random())
+                index = _invert(weights, self._uniform(self._random))
                 return index if ids is None else int(ids[index])
             if mask is not None and not self._adjusts and mask[best := int(logits.argmax())]:
                 return best  # what the model wants is mostly allowed

@@ -16,11 +16,13 @@ from kitelib.stores.pool import RUPool
 from kitelib.stores.wanted import Wanted
 from kitelib.upcycle.recycler import Recycler
 from kitelib.upcycle.unit import Expectation, RecyclableUnit
+from kitelib.yoco.completions import Completions
 from kitelib.yoco.planner import LOGITS_LAYOUT, Planner
 
 __all__ = ["Saver"]
 
 Post = Callable[[Callable[[], None]], None]
+_LEAST_GUESS = 4  # tokens; a guess of fewer saves no step
 
 
 class Saver:
@@ -32,11 +34,12 @@ class Saver:
         self._recycler = recycler
         self._planner = planner
         self._post = post
+        self._completions = Completions(pool, backend.info)
         self._pending: OrderedDict[Run, None] = OrderedDict()
 
     def note(self, run: Run, *, tail: bool) -> None:
         """The run has something worth keeping; `tail` keeps its last partial block too."""
-        if not run.shared or run.sequence is None or not self._pool.enabled or not self._backend.info.reuse_blocks:
+        if not self._keeps(run) or run.sequence is None or not self._pool.enabled:
             return
         if tail and run.computed % self._backend.info.block_tokens and run.computed not in run.tail_ends:
             run.tail_ends.append(run.computed)
@@ -90,7 +93,7 @@ class Saver:
 
     def save_logits(self, request: Request, run: Run, logits: npt.NDArray[np.float32]) -> None:
         """Keeps the logits after the prompt's last token."""
-        if not run.shared or not self._backend.info.reuse_blocks:
+        if not self._keeps(run):
             return
         expected = self._planner.expect_logits(request.chain)
         if self._has(expected):
@@ -101,6 +104,27 @@ class Saver:
         payload = BlockPayload(len(request.chain.tail), data, "float32", (len(logits),), LOGITS_LAYOUT)
         parent = request.chain.last
         self._submit(run, [self._unit(expected, parent, payload, run)], logits.nbytes)
+
+    def save_completion(self, request: Request) -> None:
+        """Keeps what the finished request was told: as an answer if it asked for that, and as a guess."""
+        first = request.branches[0]
+        run = first.run
+        if not run.shared or not run.kept or not first.new_tokens:
+            return
+        if request.answer is not None and len(request.answer.token_ids) >= len(first.new_tokens):
+            return  # it is from there
+        ended = first.finish_reason == "stop" and not first.text.stopped
+        keys: list[bytes | None] = [None] if request.asked is not None and len(first.new_tokens) >= _LEAST_GUESS else []
+        if request.sampling is not None:
+            keys.append(request.sampling)
+        num_bytes = 4 * len(first.new_tokens)
+        for key in keys:
+            if self._recycler.reserve(num_bytes, 1):
+                unit = self._completions.unit(request.chain, key, first.new_tokens, ended=ended, epoch=run.epoch)
+                self._submit(run, [unit], num_bytes)
+
+    def _keeps(self, run: Run) -> bool:
+        return run.shared and run.kept and self._backend.info.reuse_blocks
 
     def _has(self, expected: Expectation) -> bool:
         return self._pool.contains(Wanted.of(expected))

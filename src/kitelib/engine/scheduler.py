@@ -8,7 +8,6 @@ When all tokens of a branch are computed, the step's logits give it one more. Se
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -18,12 +17,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kitelib.engine.context_memory import ContextMemory
+from kitelib.engine.counters import SchedulerCounters
+from kitelib.engine.deadlines import overdue, until_deadline
+from kitelib.engine.drafting import Drafting
 from kitelib.engine.inbox import Inbox
 from kitelib.engine.late_blocks import LateBlocks, PrefillSpeed
 from kitelib.engine.output import Outputs
+from kitelib.engine.planning import StepPlanner
 from kitelib.engine.request import Branch, Request, Run
 from kitelib.engine.single_flight import SingleFlight
-from kitelib.engine.steps import Steps, extents
+from kitelib.engine.splicing import Splicer
+from kitelib.engine.steps import Steps, extents, outputs_of
 from kitelib.errors import (
     BackendError,
     BackendStepError,
@@ -32,10 +36,12 @@ from kitelib.errors import (
     KiteError,
 )
 from kitelib.runtime.streams import LoopPort
+from kitelib.yoco.completions import Completion
+from kitelib.yoco.encoder import Vector
 from kitelib.yoco.planner import EMPTY_PREFIX, PooledPrefix
 from kitelib.yoco.search import Late
 
-__all__ = ["Scheduler", "SchedulerCounters"]
+__all__ = ["Scheduler"]
 
 _LOG = logging.getLogger("kitelib.scheduler")
 _ADMISSION_WINDOW = 64  # waiting branches looked at per step
@@ -43,19 +49,6 @@ _SAVED_BLOCKS_PER_STEP = 8
 _SAVED_BLOCKS_IDLE = 32
 # Fetches the pool's part of a branch's tokens from a block on; called on the event loop, answers with `fetched`.
 AskPool = Callable[[Branch, int], None]
-
-
-@dataclasses.dataclass(slots=True)
-class SchedulerCounters:
-    """Written by the model's thread, read anywhere."""
-
-    steps: int = 0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    zero_prefills: int = 0
-    step_failures: int = 0
 
 
 class Scheduler:
@@ -68,7 +61,9 @@ class Scheduler:
         ended: the thread has ended, or is about to.
     """
 
-    def __init__(self, memory: ContextMemory, outputs: Outputs, port: LoopPort, ask_pool: AskPool) -> None:
+    def __init__(
+        self, memory: ContextMemory, outputs: Outputs, drafting: Drafting, port: LoopPort, ask_pool: AskPool
+    ) -> None:
         self._memory = memory
         self._backend = memory.backend
         self._outputs = outputs
@@ -78,10 +73,12 @@ class Scheduler:
         self._waiting: list[Branch] = []
         self._active: list[Branch] = []
         self._computing = SingleFlight(memory.backend.info.block_tokens)
-        self._last_adapter: str | None = None
         self._stopping: KiteError | None = None
         self.ended = False
         self._late = LateBlocks(memory)
+        self._splicer = Splicer(memory)
+        self._planner = StepPlanner(memory.backend, self._late)
+        self._drafting = drafting
         self._steps = Steps(memory.backend, self._tidy)
         self.speed = PrefillSpeed(memory.backend.info.prefill_guess)
         self.counters = SchedulerCounters()
@@ -132,6 +129,14 @@ class Scheduler:
         """Branches being computed."""
         return len(self._active)
 
+    def add_vector(self, request: Request, vector: Vector) -> None:
+        """The request's question was encoded meanwhile. Model's thread only."""
+        self._drafting.add_vector(request, vector)
+
+    def draft_stats(self) -> dict[str, int]:
+        """See `Drafting.stats`."""
+        return self._drafting.stats()
+
     def active_runs(self) -> list[Run]:
         """Runs of the active branches. Model's thread only."""
         return [branch.run for branch in self._active]
@@ -156,6 +161,7 @@ class Scheduler:
             How many idle runs there were.
         """
         self._outputs.forget_recent()
+        self._drafting.forget()
         return self._memory.invalidate(branch.run for branch in [*self._waiting, *self._active])
 
     # The thread
@@ -194,7 +200,7 @@ class Scheduler:
 
     def _drain_inbox(self) -> None:
         idle = not self._busy()
-        self._inbox.run_jobs(self._until_deadline() if idle else 0.0)
+        self._inbox.run_jobs(until_deadline(self._waiting) if idle else 0.0)
         if idle and self._waiting and self._inbox.expects_more:
             self._port.flush()
             self._inbox.await_companions()
@@ -202,17 +208,9 @@ class Scheduler:
     def _busy(self) -> bool:
         return bool(self._active or self._memory.saver.pending or any(not each.fetching for each in self._waiting))
 
-    def _until_deadline(self) -> float | None:
-        deadlines = [each.request.deadline for each in self._waiting if each.request.deadline is not None]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-
     def _expire(self) -> None:
-        now = time.monotonic()
-        for branch in [*self._waiting, *self._active]:
-            deadline = branch.request.deadline
-            if deadline is not None and now > deadline and not branch.request.closed:
-                waited = now - branch.request.created
-                self._fail(branch.request, DeadlineExceededError(f"the request's deadline passed after {waited:.2f} s"))
+        for branch, waited in overdue([*self._waiting, *self._active]):
+            self._fail(branch.request, DeadlineExceededError(f"the request's deadline passed after {waited:.2f} s"))
 
     # Requests
 
@@ -223,7 +221,8 @@ class Scheduler:
         if self._stopping is not None:
             self._fail(request, self._stopping)
             return
-        self._note_divergence(request)
+        if request.reuses:
+            request.divergence = self._outputs.divergence(request)
         branch = self._new_branch(request, 0)
         self._give(branch, request.prefix)
         branch.ask_pool = request.prefix.deferred and branch.run.shared
@@ -231,7 +230,9 @@ class Scheduler:
         request.logits_source = request.prefix.logits_source
         request.skipped_tokens = {tier: count * size for tier, count in request.prefix.skipped}
         logits = request.prefix.logits
-        if logits is not None and request.policy.zero_prefill:
+        if request.answer is not None:
+            self._replay(branch, request.answer)
+        elif logits is not None and request.policy.zero_prefill:
             request.zero_prefill = True
             self.counters.zero_prefills += 1
             self._first_tokens(branch, logits)
@@ -246,15 +247,13 @@ class Scheduler:
             shared,
             request.epoch,
             adapter=request.adapter,
+            kept=request.splices is None,
             expected_tokens=len(request.prompt) + request.max_new_tokens,
         )
         branch = self._outputs.new_branch(request, index, run)
         request.branches.append(branch)
+        self._drafting.begin(branch)
         return branch
-
-    def _note_divergence(self, request: Request) -> None:
-        if request.reuses:
-            request.divergence = self._outputs.divergence(request)
 
     def _first_tokens(self, first: Branch, logits: npt.NDArray[np.float32]) -> None:
         """The prompt's logits are known: gives every choice its first token."""
@@ -264,6 +263,22 @@ class Scheduler:
             self._take_token(branch, logits)
             if branch.finish_reason is None and branch.run.sequence is None and not request.closed:
                 self._give(branch, request.prefix)
+                self._enqueue(branch)
+
+    def _replay(self, first: Branch, answer: Completion) -> None:
+        """What the model would say is known: gives it to every choice. Whoever wants more than that goes on computing."""
+        request = first.request
+        self.counters.reused_completions += 1
+        branches = [first, *(self._new_branch(request, index) for index in range(1, request.params.n))]
+        for branch in branches:
+            for token_id in answer.token_ids:
+                if branch.finish_reason is None and not request.closed:
+                    self._take_token(branch, token_id)
+            if branch.finish_reason is None and not request.closed and answer.ended:
+                self._outputs.end(branch)
+                self._finish(branch)
+            if branch.finish_reason is None and not request.closed:
+                branch.ask_pool = branch.run.shared
                 self._enqueue(branch)
 
     def _enqueue(self, branch: Branch) -> None:
@@ -281,15 +296,17 @@ class Scheduler:
 
     def _take_token(self, branch: Branch, found: npt.NDArray[np.float32] | int) -> None:
         try:
-            self._outputs.take_token(branch, found)
+            taken = self._outputs.take_token(branch, found)
         except KiteError as error:
             self._fail(branch.request, error)
             return
+        self._drafting.told(branch, taken)
         self.counters.generated_tokens += 1
         if branch.finish_reason is not None:
             self._finish(branch)
 
     def _finish(self, branch: Branch) -> None:
+        self._drafting.verified(branch)
         self._retire(branch)
         request = branch.request
         done = len(request.branches) == request.params.n and all(each.finish_reason for each in request.branches)
@@ -297,6 +314,8 @@ class Scheduler:
             request.closed = True
             self.counters.prompt_tokens += len(request.prompt)
             self.counters.cached_tokens += request.cached_tokens
+            self._memory.saver.save_completion(request)
+            self._drafting.finished(request)
             self._outputs.complete(request)
             request.let_go()
 
@@ -342,7 +361,7 @@ class Scheduler:
     def _try_admit(self, branch: Branch) -> bool:
         """False if the memory does not suffice, so that nobody overtakes; True otherwise, also if it has to wait."""
         run = branch.run
-        source, shared = self._memory.best_match(run)
+        source, shared = self._splicer.best_match(branch)
         block = shared // self._backend.info.block_tokens
         if self._computing.is_behind(branch, block):
             return True
@@ -402,68 +421,55 @@ class Scheduler:
             return True
         finally:
             self.counters.steps += 1  # afterwards: who sees a first token sees the steps that it took
-        self.speed.note(work, time.perf_counter() - begun)
-        tokens = result.tokens or [()] * len(work)
-        for (branch, count), logits, drawn in zip(work, result.logits, tokens, strict=True):
+        seconds = time.perf_counter() - begun
+        self.speed.note(work, seconds)
+        rows, drafted = sum(count for _, count in work), sum(len(branch.draft) for branch, _ in work)
+        for branch, count in work:
             branch.run.computed += count
+            branch.run.ahead = len(branch.draft)
             self._memory.computed(branch.run)
             self._computing.computed(branch, count)
-            if drawn and not branch.request.closed:
-                self._take_token(branch, drawn[0])
-            elif logits is not None:
-                self._on_logits(branch, logits)
+        for place, (branch, _) in enumerate(work):
+            self._evaluate(branch, outputs_of(result, place))
+        self._drafting.computed(rows, drafted, seconds)
         return True
 
-    def _on_logits(self, branch: Branch, logits: npt.NDArray[np.float32]) -> None:
+    def _evaluate(self, branch: Branch, outputs: Sequence[npt.NDArray[np.float32] | int]) -> None:
+        """Takes tokens as long as the draft has said them before."""
+        run = branch.run
+        for found in outputs:
+            if branch.request.closed:
+                break
+            accepted = branch.accepted
+            self._on_output(branch, found)
+            if branch.finish_reason is not None or branch.request.closed or branch.accepted == accepted:
+                break
+            run.computed, run.ahead = run.computed + 1, run.ahead - 1
+        self._memory.settle(run)
+        self._drafting.verified(branch)
+
+    def _on_output(self, branch: Branch, found: npt.NDArray[np.float32] | int) -> None:
         request = branch.request
-        if request.closed:
-            return
-        if not branch.new_tokens:
-            self._memory.saver.save_logits(request, branch.run, logits)
+        if not branch.new_tokens and not isinstance(found, int):
+            self._memory.saver.save_logits(request, branch.run, found)
             self._memory.saver.note(branch.run, tail=True)
             if branch.index == 0 and len(request.branches) == 1 < request.params.n:
-                self._first_tokens(branch, logits)
+                self._first_tokens(branch, found)
                 return
-        self._take_token(branch, logits)
+        self._take_token(branch, found)
 
     def _plan_step(self) -> list[tuple[Branch, int]]:
-        adapter = self._choose_adapter()
         for branch in self._active:
-            self._computing.computed(branch, self._late.take_over(branch))
-        mixes = self._backend.info.mixes_adapters
-        ready = [each for each in self._active if each.run.remaining and (mixes or each.run.adapter == adapter)]
-        ready.sort(key=lambda branch: branch.order)
-        decodes = [branch for branch in ready if branch.run.remaining == 1]
-        if len(decodes) > self._backend.info.max_step_tokens:  # those that are behind go first
-            decodes = sorted(decodes, key=lambda branch: len(branch.new_tokens))[: self._backend.info.max_step_tokens]
+            self._computing.computed(branch, self._late.take_over(branch) + self._splicer.take_over(branch))
+        ready = self._planner.ready(self._active)
+        decodes = self._planner.decoding(ready)
         self._make_room(decodes)
-        decodes = [branch for branch in decodes if branch in self._active]
-        work = [(branch, 1) for branch in decodes]
-        budget = self._backend.info.max_step_tokens - len(work)
-        for branch in ready:
-            if branch.run.remaining > 1 and branch in self._active:
-                most = min(branch.run.remaining, budget, self._backend.room(branch.run.sequence, extents(work)))
-                if most <= 0:
-                    break
-                count = self._late.aligned(branch, most)
-                work.append((branch, count))
-                budget -= count
-        if not work and self._active and ready:
+        ready, decodes = ([each for each in some if each in self._active] for some in (ready, decodes))
+        work = self._planner.work(ready, decodes)
+        if not work and ready:
             self._preempt_one(spare=ready[0])
-        return work[: self._backend.info.max_sequences]
-
-    def _choose_adapter(self) -> str | None:
-        """Adapters take turns where a step can have only one."""
-        adapters: list[str | None] = []
-        for branch in self._active:
-            if branch.run.adapter not in adapters:
-                adapters.append(branch.run.adapter)
-        if not adapters:
-            return None
-        if self._last_adapter in adapters:
-            adapters = adapters[adapters.index(self._last_adapter) + 1 :] + adapters
-        self._last_adapter = adapters[0]
-        return adapters[0]
+        self._drafting.choose(work)
+        return work
 
     def _make_room(self, decodes: Sequence[Branch]) -> None:
         while self._backend.room(None, extents((each, 1) for each in decodes if each in self._active)) < 0:
@@ -485,6 +491,6 @@ class Scheduler:
         self._computing.end(victim)
         self._memory.preempt(victim.run)
         self._let_go(victim)
-        victim.ask_pool, victim.counts = victim.run.shared, False
+        victim.ask_pool, victim.counts = victim.run.shared and victim.run.kept, False
         self._enqueue(victim)
         return True

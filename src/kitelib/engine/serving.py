@@ -15,7 +15,9 @@ from kitelib.config import PoolConfig, ReusePolicy, SamplingParams
 from kitelib.engine.adapters import adapters_from_pool, adapters_to_pool
 from kitelib.engine.constraints import Constraint, ConstraintFactory
 from kitelib.engine.context_memory import ContextMemory
+from kitelib.engine.drafting import Drafting
 from kitelib.engine.loading import Loader
+from kitelib.engine.matching import Matcher
 from kitelib.engine.output import Outputs
 from kitelib.engine.request import Branch, Request
 from kitelib.engine.saving import Saver
@@ -27,9 +29,11 @@ from kitelib.runtime.supervisor import Supervisor
 from kitelib.runtime.threads import ModelThread, ThreadDoor, to_the_end
 from kitelib.stores.pool import RUPool
 from kitelib.upcycle.recycler import Recycler
-from kitelib.yoco.planner import EMPTY_PREFIX, Planner, PooledPrefix, late_prefix
+from kitelib.yoco.completions import Completions
+from kitelib.yoco.encoder import Encoder
+from kitelib.yoco.planner import EMPTY_PREFIX, Planner, PooledPrefix, Spawn, late_prefix
 
-__all__ = ["Serving", "bind_late", "load_backend", "use_model"]
+__all__ = ["Serving", "load_backend", "use_model"]
 
 
 _MAX_ROOTS = 65536
@@ -43,18 +47,28 @@ class Serving:
     backend: Any
     pool: RUPool
     planner: Planner
+    completions: Completions
+    matcher: Matcher
     memory: ContextMemory
     scheduler: Scheduler
     port: LoopPort
     thread: ModelThread
     config: PoolConfig
+    spawn: Spawn
     _constraints: ConstraintFactory | None = None
     _constraints_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     _roots: dict[tuple[str | None, str | None], Fingerprint] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def start(
-        cls, backend: Any, pool: RUPool, recycler: Recycler, supervisor: Supervisor, config: PoolConfig
+        cls,
+        backend: Any,
+        pool: RUPool,
+        recycler: Recycler,
+        supervisor: Supervisor,
+        config: PoolConfig,
+        door: ThreadDoor,
+        encoder: Encoder | None,
     ) -> Serving:
         """Starts the model's thread. Call it on the event loop."""
         port = LoopPort(asyncio.get_running_loop())
@@ -67,7 +81,6 @@ class Serving:
         )
         saver = Saver(backend, pool, recycler, planner, port.add)
         memory = ContextMemory(backend, saver, lambda: pool.epoch)
-        outputs = Outputs(backend, backend.token_text, port.add, rounded=config.kv_precision != "exact")
 
         def ask_pool(branch: Branch, block: int) -> None:
             async def look() -> None:
@@ -80,14 +93,35 @@ class Serving:
                     prefix = await planner.find(branch.run.chain, branch.run.tokens, block, logits=False, defer=False)
                 finally:
                     scheduler.fetched(branch, prefix)
-                    bind_late(scheduler, branch.request, prefix)
+                    _bind_late(scheduler, branch.request, prefix)
 
             supervisor.spawn("fetch", look)
 
-        scheduler = Scheduler(memory, outputs, port, ask_pool)
+        matcher = Matcher(backend, pool, recycler, door, supervisor.spawn, encoder)
+        outputs = Outputs(
+            backend, backend.token_text, port.add, matcher.finished, rounded=config.kv_precision != "exact"
+        )
+        scheduler = Scheduler(memory, outputs, Drafting(backend), port, ask_pool)
         thread = ModelThread("kite-model", scheduler.run)
         thread.start()
-        return cls(backend, pool, planner, memory, scheduler, port, thread, config)
+        completions = Completions(pool, backend.info)
+        return cls(
+            backend, pool, planner, completions, matcher, memory, scheduler, port, thread, config, supervisor.spawn
+        )
+
+    def submitted(self, request: Request) -> None:
+        """The scheduler has the request: what takes time and only helps with drafts follows. On the event loop."""
+        _bind_late(self.scheduler, request, request.prefix)
+        question, asked = request.question, request.asked
+        if question is None or asked is None or not self.matcher.encodes or request.vector is not None:
+            return
+
+        async def encode() -> None:
+            vector = await self.matcher.vector(question)
+            if vector is not None:
+                self.scheduler.call(lambda: self.scheduler.add_vector(request, vector))
+
+        self.spawn("encode", encode)
 
     def root(self, policy: ReusePolicy, adapter: str | None) -> Fingerprint:
         """Where the fingerprints of a tenant's requests start."""
@@ -144,6 +178,28 @@ class Serving:
                 )
         return self._constraints.compile(params)
 
+    def stats(self) -> dict[str, Any]:
+        """The model's part of `KiteEngine.stats`."""
+        info, size = self.backend.info, self.backend.info.block_tokens
+        active = sum(run.computed for run in list(self.scheduler.active_runs()))
+        return {
+            **dataclasses.asdict(self.scheduler.counters),
+            **self.backend.stats(),
+            "queued": self.scheduler.num_waiting,
+            "running": self.scheduler.num_active,
+            "drafts": self.scheduler.draft_stats(),
+            "matching": self.matcher.stats(),
+            "blocks_used": -(-active // size),
+            "blocks_idle": max(0, -(-self.backend.used_tokens() // size) - -(-active // size)),
+            "blocks_total": info.capacity_tokens // size,
+            "block_tokens": size,
+            "block_bytes": info.block_bytes,
+            "idle_sequences": self.memory.num_idle,
+            "context_evictions": self.memory.evictions,
+            "numerics": info.numerics,
+            "model": info.name,
+        }
+
     async def on_model_thread(self, job: Callable[[], int]) -> int:
         """The result of a job run between two steps."""
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -176,7 +232,7 @@ class Serving:
             await to_the_end(self.backend.close)  # gives gigabytes back to the system, which takes its time
 
 
-def bind_late(scheduler: Scheduler, request: Request, prefix: PooledPrefix) -> None:
+def _bind_late(scheduler: Scheduler, request: Request, prefix: PooledPrefix) -> None:
     """Blocks that are still on their way go to the scheduler when they come. On the event loop, once the scheduler has
     the request."""
     late = prefix.late

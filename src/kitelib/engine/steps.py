@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from kitelib.abc import Backend, OverlappingBackend, SequenceId, StepResult, StepWork
 from kitelib.engine.request import Branch
 
-__all__ = ["Steps", "extents"]
+__all__ = ["Steps", "extents", "outputs_of"]
 
 
 class Steps:
@@ -41,12 +44,23 @@ class Steps:
         assert run.sequence is not None
         complete = count == run.remaining
         # The logits after a prompt are kept; later ones only serve to choose a token.
-        draws = complete and branch.new_tokens and branch.constraint is None and self._backend.info.draws_tokens
-        draw = branch.sampler.draw() if draws else None
-        tokens = run.tokens[run.computed : run.computed + count]
-        return StepWork(run.sequence, tokens, run.computed, complete and draw is None, () if draw is None else (draw,))
+        drawing = complete and branch.new_tokens and branch.constraint is None and self._backend.info.draws_tokens
+        draws = branch.sampler.draws(1 + len(branch.draft)) if drawing else ()
+        tokens = [*run.tokens[run.computed : run.computed + count], *branch.draft]
+        return StepWork(run.sequence, tokens, run.computed, complete and not draws, draws, len(branch.draft))
 
 
 def extents(work: Iterable[tuple[Branch, int]]) -> list[tuple[SequenceId, int]]:
     """The sequences of branches, and how many tokens each gets."""
     return [(branch.run.sequence, count) for branch, count in work if branch.run.sequence is not None]
+
+
+def outputs_of(result: StepResult, place: int) -> list[npt.NDArray[np.float32] | int]:
+    """What the model said at one place of a step, in order: tokens that it drew, or logits; nothing if nothing was
+    asked for."""
+    if result.tokens and result.tokens[place]:
+        return list(result.tokens[place])
+    last = result.logits[place]
+    if last is None:
+        return []
+    return [*(result.draft_logits[place] if result.draft_logits else ()), last]

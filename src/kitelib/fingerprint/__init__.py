@@ -13,7 +13,14 @@ from kitelib.fingerprint.chain import (
     model_key,
     store_key,
 )
-from kitelib.fingerprint.identity import FINGERPRINT_BYTES, Fingerprint, encode_fields, root_fingerprint, short
+from kitelib.fingerprint.identity import (
+    FINGERPRINT_BYTES,
+    Fingerprint,
+    derived_fingerprint,
+    encode_fields,
+    root_fingerprint,
+    short,
+)
 
 __all__ = [
     "FINGERPRINT_BYTES",
@@ -23,6 +30,7 @@ __all__ = [
     "as_token_ids",
     "block_fingerprint",
     "block_fingerprints",
+    "derived_fingerprint",
     "encode_fields",
     "end_fingerprint",
     "model_key",

@@ -15,7 +15,14 @@ from typing import Any, Final, NewType
 
 from kitelib.errors import ConfigError, InvalidRequestError
 
-__all__ = ["FINGERPRINT_BYTES", "Fingerprint", "encode_fields", "root_fingerprint", "short"]
+__all__ = [
+    "FINGERPRINT_BYTES",
+    "Fingerprint",
+    "derived_fingerprint",
+    "encode_fields",
+    "root_fingerprint",
+    "short",
+]
 
 Fingerprint = NewType("Fingerprint", bytes)
 """A computation fingerprint (CF): 32 bytes, SHA-256."""
@@ -71,6 +78,16 @@ def root_fingerprint(
     adapter_field = None if adapter is None else [bytes(adapter[0]), float(adapter[1])]
     fields = encode_fields("kite.cf.root", bytes(model_state), execution_path, tenant, adapter_field)
     return Fingerprint(hashlib.sha256(fields).digest())
+
+
+def derived_fingerprint(parent: bytes, what: str, *fields: Any) -> Fingerprint:
+    """Fingerprint of something else that belongs to `parent` and that no chain of blocks leads to: `what` names it,
+    `fields` say which one.
+
+    Raises:
+        InvalidRequestError: a field has a type that `encode_fields` does not know.
+    """
+    return Fingerprint(hashlib.sha256(encode_fields("kite.cf.derived", bytes(parent), what, *fields)).digest())
 
 
 def short(fingerprint: bytes) -> str:

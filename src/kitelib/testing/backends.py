@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from kitelib.abc import Backend, BlockPayload, SequenceId, StepWork
-from kitelib.errors import BackendError, BackendStepError, FormatError, KiteError
+from kitelib.abc import Backend, BlockPayload, StepWork
+from kitelib.errors import BackendError, FormatError
+from kitelib.testing.bench import Bench
+from kitelib.testing.drafts import DRAFT_PROMISES, drafts_are_refused
 
 __all__ = ["check_backend"]
-
-_Logits = npt.NDArray[np.float32]
-# Of the largest logit, where numerics are only standard: a few units in the last place of bfloat16.
-_TOLERANCE = 0.03
 
 
 def check_backend(make_backend: Callable[[], Backend]) -> None:
@@ -31,9 +27,9 @@ def check_backend(make_backend: Callable[[], Backend]) -> None:
     """
     backend = make_backend()
     try:
-        bench = _Bench(backend)
+        bench = Bench(backend)
         bench.require(isinstance(backend, Backend), "the backend must have all methods of kitelib.abc.Backend")
-        promises: tuple[Callable[[_Bench], None], ...] = (
+        promises: tuple[Callable[[Bench], None], ...] = (
             _info_is_consistent,
             _logits_come_where_asked,
             _pieces_and_company_do_not_matter,
@@ -51,6 +47,7 @@ def check_backend(make_backend: Callable[[], Backend]) -> None:
             )
         else:
             promises += (_without_blocks_nothing_comes_out,)
+        promises += DRAFT_PROMISES if backend.info.max_outputs else (drafts_are_refused,)
         for promise in promises:
             room, sequences = backend.room(), backend.free_sequences()
             promise(bench)
@@ -63,93 +60,11 @@ def check_backend(make_backend: Callable[[], Backend]) -> None:
         backend.close()  # a second time must be fine
 
 
-class _Bench:
-    """A backend with what every check needs: prompts, and steps that keep to its limits."""
-
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-        self.block: int = backend.info.block_tokens
-        self.exact = backend.info.numerics == "bitwise"
-        rng = np.random.default_rng(7)
-        low, high = backend.info.vocab_size // 16, backend.info.vocab_size - backend.info.vocab_size // 16
-        # Two blocks, half of one, and one token: every kind of piece that a prompt can have.
-        count = 2 * self.block + self.block // 2 + 1
-        self.prompt, self.other = ([int(token) for token in rng.integers(low, high, count)] for _ in range(2))
-
-    @staticmethod
-    def require(good: bool, promise: str) -> None:
-        if not good:
-            raise AssertionError(promise)
-
-    @contextmanager
-    def sequence(self, tokens: Sequence[int] = ()) -> Iterator[SequenceId]:
-        """A sequence that holds `tokens`; released at the end."""
-        sequence = self.backend.create()
-        try:
-            if tokens:
-                self.extend(sequence, tokens)
-            yield sequence
-        finally:
-            self.backend.release(sequence)
-
-    @contextmanager
-    def fork(self, source: SequenceId, num_tokens: int) -> Iterator[SequenceId]:
-        sequence = self.backend.fork(source, num_tokens)
-        try:
-            yield sequence
-        finally:
-            self.backend.release(sequence)
-
-    def extend(self, sequence: SequenceId, tokens: Sequence[int], start: int = 0, piece: int = 2**31) -> _Logits:
-        """Computes ``tokens[start:]``, at most `piece` at a time; a copy of the logits after the last one."""
-        piece = min(piece, self.backend.info.max_step_tokens)
-        found: _Logits | None = None
-        for first in range(start, len(tokens), piece):
-            part = tokens[first : first + piece]
-            work = StepWork(sequence, part, first, first + len(part) == len(tokens))
-            (found,) = self.backend.step([work]).logits
-        if found is None:
-            raise AssertionError("logits must come after a step's last token where they are asked for")
-        return np.array(found, np.float32)
-
-    def fresh(self, tokens: Sequence[int]) -> _Logits:
-        """Logits after `tokens`, computed alone."""
-        with self.sequence() as sequence:
-            return self.extend(sequence, tokens)
-
-    def export(self, sequence: SequenceId, num_tokens: int) -> list[BlockPayload]:
-        return self.backend.export_blocks(sequence, 0, -(-num_tokens // self.block), num_tokens)
-
-    def same(self, ours: _Logits, theirs: _Logits) -> bool:
-        if self.exact:
-            return bool(np.array_equal(ours, theirs))
-        return bool(np.allclose(ours, theirs, rtol=0, atol=_TOLERANCE * float(np.abs(theirs).max())))
-
-    def same_blocks(self, ours: Sequence[BlockPayload], theirs: Sequence[BlockPayload]) -> bool:
-        """Whether the payloads agree: every byte if numerics are bitwise, else all but their bytes."""
-
-        def shape(each: BlockPayload) -> tuple[object, ...]:
-            data = each.data.tobytes() if self.exact else len(each.data)
-            return each.num_tokens, each.layout, each.dtype, each.shape, data
-
-        return [shape(each) for each in ours] == [shape(each) for each in theirs]
-
-    def fails(self, kind: type[KiteError], call: Callable[[], object]) -> bool:
-        try:
-            call()
-        except kind:
-            return True
-        return False
-
-    def step_fails(self, sequence: SequenceId, tokens: Sequence[int], start: int) -> bool:
-        work = [StepWork(sequence, tokens, start, True)]
-        return self.fails(BackendStepError, lambda: self.backend.step(work))
-
-
-def _info_is_consistent(bench: _Bench) -> None:
+def _info_is_consistent(bench: Bench) -> None:
     info = bench.backend.info
     bench.require(len(info.model_state) == 32, "info.model_state must be a digest of 32 bytes")
     bench.require(info.capacity_tokens >= info.context_tokens >= 8 * info.block_tokens, "a sequence must hold 8 blocks")
+    bench.require(0 <= info.max_outputs <= info.max_step_tokens, "max_outputs can't be more than max_step_tokens")
     bench.require(info.max_step_tokens >= 1 and info.max_sequences >= 4, "four sequences must fit at once")
     bench.require(bench.backend.room() <= info.capacity_tokens, "room() can't be more than info.capacity_tokens")
     bench.require(bench.backend.room() >= 16 * info.block_tokens, "an empty memory must have room for 16 blocks")
@@ -158,7 +73,7 @@ def _info_is_consistent(bench: _Bench) -> None:
     bench.require(b"equals" in bench.backend.detokenize(ids), "detokenize must give the text of the tokens back")
 
 
-def _logits_come_where_asked(bench: _Bench) -> None:
+def _logits_come_where_asked(bench: Bench) -> None:
     with bench.sequence() as first, bench.sequence() as second:
         work = [StepWork(first, bench.prompt[:3], 0, False), StepWork(second, bench.other[:2], 0, True)]
         logits = bench.backend.step(work).logits
@@ -173,7 +88,7 @@ def _logits_come_where_asked(bench: _Bench) -> None:
         bench.require(bool(np.isfinite(found).all()) and float(np.ptp(found)) > 0, "logits must be finite and differ")
 
 
-def _pieces_and_company_do_not_matter(bench: _Bench) -> None:
+def _pieces_and_company_do_not_matter(bench: Bench) -> None:
     expected = bench.fresh(bench.prompt)
     promise = "logits must not depend on how a prompt is cut into steps"
     for piece in (bench.block, bench.block // 2 + 1):
@@ -192,7 +107,7 @@ def _pieces_and_company_do_not_matter(bench: _Bench) -> None:
         bench.require(not bench.same(ours, theirs), "work items must get their own logits, in order")
 
 
-def _sequences_do_not_mix(bench: _Bench) -> None:
+def _sequences_do_not_mix(bench: Bench) -> None:
     expected = bench.fresh(bench.prompt)
     with bench.sequence(bench.other) as neighbour, bench.sequence(bench.prompt[:-1]) as sequence:
         found = bench.extend(sequence, bench.prompt, len(bench.prompt) - 1)
@@ -203,7 +118,7 @@ def _sequences_do_not_mix(bench: _Bench) -> None:
     bench.require(not bench.same(bench.fresh(changed), expected), "logits must depend on the tokens before the last")
 
 
-def _room_and_sequences_come_back(bench: _Bench) -> None:
+def _room_and_sequences_come_back(bench: Bench) -> None:
     backend = bench.backend
     room, free = backend.room(), backend.free_sequences()
     for _ in range(3):
@@ -219,7 +134,7 @@ def _room_and_sequences_come_back(bench: _Bench) -> None:
         backend.release(sequence)
 
 
-def _bad_steps_change_nothing(bench: _Bench) -> None:
+def _bad_steps_change_nothing(bench: Bench) -> None:
     backend, info = bench.backend, bench.backend.info
     half = len(bench.prompt) // 2
     with bench.sequence(bench.prompt[:half]) as sequence:
@@ -242,7 +157,7 @@ def _bad_steps_change_nothing(bench: _Bench) -> None:
         bench.require(bench.same(found, bench.fresh(bench.prompt)), "a step that failed must have processed nothing")
 
 
-def _forks_share_and_part(bench: _Bench) -> None:
+def _forks_share_and_part(bench: Bench) -> None:
     backend, total = bench.backend, len(bench.prompt)
     expected = bench.fresh(bench.prompt)
     with bench.sequence(bench.prompt) as source:
@@ -268,7 +183,7 @@ def _forks_share_and_part(bench: _Bench) -> None:
         bench.require(bench.same(found, bench.fresh(longer)), "what forks do must not reach their source")
 
 
-def _sources_may_go_first(bench: _Bench) -> None:
+def _sources_may_go_first(bench: Bench) -> None:
     backend, total = bench.backend, len(bench.prompt)
     expected = bench.fresh(bench.prompt)
     source = backend.create()
@@ -280,7 +195,7 @@ def _sources_may_go_first(bench: _Bench) -> None:
             bench.require(bench.same(found, expected), "release of the source must leave what a fork shares")
 
 
-def _blocks_come_out_in_full(bench: _Bench) -> None:
+def _blocks_come_out_in_full(bench: Bench) -> None:
     backend, size, total = bench.backend, bench.block, len(bench.prompt)
     with bench.sequence(bench.prompt) as sequence:
         payloads = bench.export(sequence, total)
@@ -315,7 +230,7 @@ def _blocks_come_out_in_full(bench: _Bench) -> None:
         bench.require([each.data.tobytes() for each in payloads] == before, "payloads must own their bytes")
 
 
-def _restored_equals_computed(bench: _Bench) -> None:
+def _restored_equals_computed(bench: Bench) -> None:
     backend, size, total = bench.backend, bench.block, len(bench.prompt)
     expected = bench.fresh(bench.prompt)
     with bench.sequence(bench.prompt) as sequence:
@@ -350,7 +265,7 @@ def _same_bytes(ours: Sequence[BlockPayload], theirs: Sequence[BlockPayload]) ->
     return all(a is not None and b is not None and a.data.tobytes() == b.data.tobytes() for a, b in pairs)
 
 
-def _bad_restores_change_nothing(bench: _Bench) -> None:
+def _bad_restores_change_nothing(bench: Bench) -> None:
     backend, size = bench.backend, bench.block
     with bench.sequence(bench.prompt) as sequence:
         payloads = bench.export(sequence, 2 * size)
@@ -379,7 +294,7 @@ def _bad_restores_change_nothing(bench: _Bench) -> None:
         bench.require(bench.same(found, bench.fresh(bench.prompt)), "a restore that failed must have restored nothing")
 
 
-def _without_blocks_nothing_comes_out(bench: _Bench) -> None:
+def _without_blocks_nothing_comes_out(bench: Bench) -> None:
     with bench.sequence(bench.prompt) as sequence:
         bench.require(
             bench.backend.export_blocks(sequence, 0, 2) == [],

@@ -24,7 +24,7 @@ from kitelib.yoco.decision import patience
 from kitelib.yoco.held import HeldBytes
 from kitelib.yoco.search import Late, Search
 
-__all__ = ["EMPTY_PREFIX", "Planner", "PooledPrefix", "late_prefix"]
+__all__ = ["EMPTY_PREFIX", "Planner", "PooledPrefix", "Spawn", "late_prefix"]
 
 LOGITS_LAYOUT = "kite.logits"
 MEMORY = "memory"

@@ -53,7 +53,7 @@ class BesideBackend(PlainBackend):
 def _complete(kind: type) -> None:
     """Gives a fake the methods of the contract that no step calls."""
     for name in (
-        *("tokenize", "detokenize", "render_chat", "create", "fork", "shareable", "release", "room"),
+        *("tokenize", "detokenize", "render_chat", "create", "fork", "shareable", "release", "room", "truncate"),
         *("free_sequences", "export_blocks", "cut", "restore_blocks", "close"),
     ):
         setattr(kind, name, lambda *_: pytest.fail("no step needs this"))
@@ -74,7 +74,8 @@ def branch(tokens: int, computed: int, **changes: Any) -> Any:
     fields: dict[str, Any] = {
         "new_tokens": [],
         "constraint": None,
-        "sampler": SimpleNamespace(draw=lambda: DRAW),
+        "draft": (),
+        "sampler": SimpleNamespace(draws=lambda count: (DRAW,) * count),
         **changes,
     }
     return SimpleNamespace(run=run, **fields)
@@ -129,7 +130,7 @@ def test_logits_are_wanted_when_the_last_token_is_computed(count: int, logits: b
         (False, {"new_tokens": [1]}, False),  # it can't
         (True, {}, False),  # the logits after a prompt are kept
         (True, {"new_tokens": [1], "constraint": object()}, False),  # a mask is applied on the host
-        (True, {"new_tokens": [1], "sampler": SimpleNamespace(draw=lambda: None)}, False),  # so are penalties
+        (True, {"new_tokens": [1], "sampler": SimpleNamespace(draws=lambda count: ())}, False),  # so are penalties
     ],
 )
 def test_tokens_are_drawn_by_the_backend_where_nothing_needs_the_logits(
@@ -145,7 +146,7 @@ def test_nothing_is_drawn_in_the_middle_of_a_run() -> None:
     """A preempted answer is computed again in pieces: random numbers are for new tokens only."""
     backend = PlainBackend(draws_tokens=True)
     drawn: list[int] = []
-    sampler = SimpleNamespace(draw=lambda: drawn.append(1) or DRAW)
+    sampler = SimpleNamespace(draws=lambda count: drawn.append(count) or (DRAW,) * count)
     steps_on(backend).run([(branch(10, 2, new_tokens=[1, 2], sampler=sampler), 5)])
     assert (drawn, backend.work[0].draws, backend.work[0].logits) == ([], (), False)
 

@@ -25,10 +25,12 @@ from kitelib import (
     ReusePolicy,
     UnknownAdapterError,
 )
-from kitelib.fingerprint import block_fingerprints, end_fingerprint, root_fingerprint
+from kitelib.fingerprint import block_fingerprints, encode_fields, end_fingerprint, root_fingerprint
 from kitelib.upcycle import preheat_ru_pool
 from kitelib.upcycle.unit import RecyclableUnit
-from kitelib.yoco import compute_computation_fingerprint
+from kitelib.yoco import FingerprintParts, compute_computation_fingerprint, fingerprint_parts
+from kitelib.yoco.canonical import normalise, signature, tables_digest
+from kitelib.yoco.fingerprints import Level
 
 TEXT = "The opening hours of the branch in Rome are from nine to five, 你好 🙂."
 SECRET = b"hunter2-hunter2-hunter2"
@@ -206,13 +208,187 @@ def test_forms_of_the_same_arguments_give_the_same() -> None:
     assert len(set(same)) == 1
 
 
+# Levels of texts
+
+
+@pytest.fixture(scope="module")
+def with_tokenizer() -> dict[str, Any]:
+    return {**MODEL, "tokenizer": lambda text: list(text.encode())}
+
+
+def test_none_is_exact_where_tokens_can_be_had_and_canonical_elsewhere(with_tokenizer: dict[str, Any]) -> None:
+    of = compute_computation_fingerprint
+    ids = list(TEXT.encode())
+    assert (
+        of(TEXT, with_tokenizer, RUNTIME) == of(TEXT, with_tokenizer, RUNTIME, level="exact") == of(ids, MODEL, RUNTIME)
+    )
+    assert of(ids, MODEL, RUNTIME) == of(ids, MODEL, RUNTIME, level="exact")
+    assert of(TEXT, MODEL, RUNTIME) == of(TEXT, MODEL, RUNTIME, level="canonical")
+    assert of(TEXT, MODEL, RUNTIME) == of(TEXT, with_tokenizer, RUNTIME, level="canonical")
+
+
+def test_no_level_equals_another(with_tokenizer: dict[str, Any]) -> None:
+    text = "balance of account"  # the same in canonical and in structural form
+    levels: list[Level] = ["exact", "canonical", "structural"]
+    seen = {compute_computation_fingerprint(text, with_tokenizer, RUNTIME, level=level) for level in levels}
+    assert len(seen) == 3
+    assert len({fingerprint_parts(text, with_tokenizer, RUNTIME, level=level).prompt for level in levels}) == 3
+
+
+@pytest.mark.parametrize(
+    ("level", "a", "b", "equal"),
+    [
+        ("canonical", "How do I pay?", "how do i PAY", True),
+        ("canonical", "How do I pay?", "Ｈｏｗ do I\n\tpay？", True),
+        ("canonical", "<p>How do I <b>pay</b>?</p>", "How do I pay?", True),
+        ("canonical", "## How do I **pay**?", "How do I pay?", True),
+        ("canonical", "How do I pay 3 euros?", "How do I pay 4 euros?", False),
+        ("canonical", "How do I enable it?", "How do I disable it?", False),
+        ("canonical", "怎么转账？", "如何转账", True),
+        ("canonical", "深圳到上海", "上海到深圳", False),
+        ("structural", "What is the way to pay?", "How can I pay?", True),
+        ("structural", "How do I pay?", "How do you pay?", False),
+        ("canonical", "How do you pay?", "How do I pay?", False),
+        ("canonical", "<b></b>", "<i></i>", False),
+        ("canonical", "!!!", "???", False),
+    ],
+)
+def test_texts_that_say_the_same_share_a_text_level(level: Level, a: str, b: str, equal: bool) -> None:
+    first, second = (compute_computation_fingerprint(text, MODEL, RUNTIME, level=level) for text in (a, b))
+    assert (first == second) is equal
+
+
+def test_long_texts_count_by_head_tail_and_length() -> None:
+    head, tail = "word " * 6000, "end " * 6000
+    texts = [head + middle + tail for middle in ("one " * 50, "two " * 50, "one " * 51)]
+    first, second, third = (compute_computation_fingerprint(text, MODEL, RUNTIME) for text in texts)
+    assert first == second
+    assert first != third
+
+
+def test_everything_else_enters_text_levels_too() -> None:
+    digest = hashlib.sha256(b"adapter").digest()
+    seen = [
+        compute_computation_fingerprint("Hello there", *arguments)
+        for arguments in [
+            (MODEL, RUNTIME),
+            ({"model_state": bytes(32)}, RUNTIME),
+            (MODEL, {**RUNTIME, "backend": "c"}),
+            (MODEL, {**RUNTIME, "namespace": "a"}),
+            (MODEL, {**RUNTIME, "namespace": "a", "namespace_secret": b"s"}),
+            (MODEL, {**RUNTIME, "adapter": (digest, 1.0)}),
+        ]
+    ]
+    assert len(set(seen)) == len(seen)
+
+
+def test_other_tables_are_another_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (
+        compute_computation_fingerprint("Hello", MODEL, RUNTIME),
+        compute_computation_fingerprint(PROMPT, MODEL, RUNTIME),
+    )
+    monkeypatch.setattr("kitelib.yoco.canonical.tables_digest", lambda: bytes(32))
+    after = (
+        compute_computation_fingerprint("Hello", MODEL, RUNTIME),
+        compute_computation_fingerprint(PROMPT, MODEL, RUNTIME),
+    )
+    assert before[0] != after[0]
+    assert before[1] == after[1]
+
+
+async def test_a_text_level_finds_nothing_in_an_engine(engine: KiteEngine) -> None:
+    """It is for people and tools: what is kept for the very same text is kept under the exact one."""
+    prompt = "Where is the nearest branch of the bank, please?"
+    await preheat_ru_pool(engine, [prompt])
+    configs = engine.fingerprint_configs()
+    assert "logits" in await kept(engine, compute_computation_fingerprint(prompt, *configs))
+    assert await kept(engine, compute_computation_fingerprint(prompt, *configs, level="canonical")) == {}
+
+
+# Parts
+
+
+def test_the_part_that_differs_shows() -> None:
+    base = fingerprint_parts(PROMPT, MODEL, RUNTIME)
+    assert base.level == "exact"
+    assert base.model_state == MODEL["model_state"].hex()
+    others: list[tuple[str, Any]] = [
+        ("prompt", (PROMPT[:-1], MODEL, RUNTIME)),
+        ("model_state", (PROMPT, {"model_state": bytes(32)}, RUNTIME)),
+        ("model_state", (PROMPT, MODEL, {**RUNTIME, "adapter": (bytes(32), 1.0)})),
+        ("execution_path", (PROMPT, MODEL, {**RUNTIME, "backend": "c"})),
+        ("execution_path", (PROMPT, MODEL, {**RUNTIME, "block_tokens": 8})),
+        ("execution_path", (PROMPT, MODEL, {**RUNTIME, "namespace": "a"})),
+        ("execution_path", (PROMPT, MODEL, {**RUNTIME, "namespace_secret": b"s"})),
+    ]
+    for name, arguments in others:
+        other = fingerprint_parts(*arguments)
+        differing = [
+            each for each in ("prompt", "model_state", "execution_path") if getattr(base, each) != getattr(other, each)
+        ]
+        assert differing == [name]
+        assert compute_computation_fingerprint(*arguments) != compute_computation_fingerprint(PROMPT, MODEL, RUNTIME)
+    assert fingerprint_parts(np.array(PROMPT), MODEL, {**RUNTIME, "namespace": None}) == base
+
+
+def test_parts_do_not_show_the_secret() -> None:
+    assert "hunter2" not in str(fingerprint_parts(PROMPT, MODEL, {**RUNTIME, "namespace_secret": SECRET}))
+
+
+# The same in every process and on every machine
+
+GOLDEN_RUNTIME = {"backend": "llama_cpp", "block_tokens": 16, "flash": False, "namespace": "shop"}
+GOLDEN_EXACT = "e4da14c3f28806ade744165b1deb3cbcf1d7d88e0a40549e9f79112ce1f752c0"
+GOLDEN_PARTS = FingerprintParts(
+    "exact",
+    "1447502026d200c573d7d665f459fce4ebabf68c015a6f62362a05a05396cd68",
+    "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f",
+    "845316ef8aa7eb0d5415bc1653169d09259711ddd8ba082b130a792189b27081",
+)
+
+
+def test_golden_values() -> None:
+    prompt = list(range(2000))
+    assert compute_computation_fingerprint(prompt, MODEL, GOLDEN_RUNTIME) == GOLDEN_EXACT
+    assert fingerprint_parts(prompt, MODEL, GOLDEN_RUNTIME) == GOLDEN_PARTS
+
+
+@pytest.mark.parametrize("level", ["canonical", "structural"])
+def test_golden_text_is_its_signature_under_the_tables(level: Level) -> None:
+    """Tables change with releases, and the fingerprint with them; what it is made of does not."""
+    root = root_fingerprint(MODEL["model_state"], {"backend": "b", "block_tokens": 4}, None)
+    fields = encode_fields(
+        "kite.cf.derived", root, "text", level, tables_digest(), signature(normalise("How do I <b>pay</b>?"), level)
+    )
+    expected = hashlib.sha256(fields).hexdigest()
+    assert compute_computation_fingerprint("How do I <b>pay</b>?", MODEL, RUNTIME, level=level) == expected
+
+
+def test_other_processes_say_the_same() -> None:
+    code = (
+        "from kitelib.yoco import compute_computation_fingerprint as f; m = {'model_state': bytes(range(32))}; "
+        "print([f(p, m, {'backend': 'b'}, level=l) for p, l in (('How do I pay?', 'canonical'), ('怎么转账？', 'structural'), "
+        "([1, 2, 3], 'exact'))])"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-X", "utf8", "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(said) == 1
+
+
 # Mistakes
 
 
 @pytest.mark.parametrize(
     ("prompt", "model", "runtime", "message"),
     [
-        ("text", MODEL, RUNTIME, "fingerprints cover token ids; give those, or a model_config with 'tokenizer'"),
         ("text", {**MODEL, "tokenizer": "gpt2"}, RUNTIME, r"model_config\['tokenizer'\] is 'gpt2'"),
         ([1.5], MODEL, RUNTIME, "token ids have type float64"),
         ([{"role": "user", "content": "x"}], MODEL, RUNTIME, "token ids have type object"),
@@ -241,8 +417,23 @@ def test_a_mistake_is_told_by_name(prompt: Any, model: Any, runtime: Any, messag
         compute_computation_fingerprint(prompt, model, runtime)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "level", "message"),
+    [
+        ("text", "exact", "exact fingerprints cover token ids; give those, or a model_config with 'tokenizer'"),
+        (PROMPT, "canonical", "level is 'canonical', but the prompt is token ids; give its text, or 'exact'"),
+        ("text", "semantic", "level is 'semantic'; give one of 'exact', 'canonical', 'structural', or None"),
+        (PROMPT, 1, "level is 1; give one of"),
+    ],
+)
+def test_a_wrong_level_is_told(prompt: Any, level: Any, message: str) -> None:
+    for function in (compute_computation_fingerprint, fingerprint_parts):
+        with pytest.raises(InvalidRequestError, match=message):
+            function(prompt, MODEL, RUNTIME, level=level)
+
+
 def test_no_token_is_an_empty_prompt() -> None:
-    for prompt, model in (([], MODEL), ("", {**MODEL, "tokenizer": lambda text: []})):
+    for prompt, model in (([], MODEL), ("", {**MODEL, "tokenizer": lambda text: []}), ("", MODEL), (" \n", MODEL)):
         with pytest.raises(EmptyPromptError):
             compute_computation_fingerprint(prompt, model, RUNTIME)
 

@@ -17,7 +17,7 @@ from kitelib.backends.llama_cpp.context import ContextOptions, LlamaContext
 from kitelib.backends.llama_cpp.library import load_library, spin_note
 from kitelib.backends.llama_cpp.model import GGUFModel
 from kitelib.backends.llama_cpp.model_state import model_state
-from kitelib.backends.llama_cpp.selftest import PLANS, SPLITS, RowPlan, find_plan
+from kitelib.backends.llama_cpp.selftest import OUTPUTS, PLANS, SPLITS, RowPlan, find_plan
 from kitelib.backends.selftest_cache import SelfTestCache
 from kitelib.config import AdapterConfig, Numerics, block_tokens_of
 from kitelib.errors import BackendError, ConfigError, FormatError, UnknownAdapterError
@@ -248,16 +248,8 @@ class _Loader:
         if note := spin_note():
             self._notes.append(note)
         try:
-            info = self._info(context_tokens, capacity, block_tokens, setup)
-            model = self._model
-            template = ChatTemplate(
-                model.chat_template,
-                "" if model.bos_id is None else model.token_text(model.bos_id),
-                self._eos_text(),
-                add_bos=model.add_bos,
-                tool_source=model.tool_template,
-            )
-            return LlamaCppBackend(self._model, context, template, info)
+            info = self._info(context_tokens, capacity, block_tokens, setup, context.max_outputs)
+            return LlamaCppBackend(self._model, context, self._model.template(), info)
         except BaseException:
             context.close()
             raise
@@ -336,7 +328,7 @@ class _Loader:
                 library_digest(self._lib),
                 self._system(),
                 self._threads,
-                repr((PLANS, SPLITS)),
+                repr((PLANS, SPLITS, OUTPUTS)),
                 repr(sorted((each.digest, each.scale) for each in self._model.adapters.values())),
             )
         ).hexdigest()
@@ -379,14 +371,12 @@ class _Loader:
                 )
         return -(-(capacity + 64) // 256) * 256
 
-    def _eos_text(self) -> str:
-        eos = int(self._lib.llama_vocab_eos(self._model.vocab))
-        return self._model.token_text(eos) if eos >= 0 else ""
-
     def _system(self) -> str:
         return bytes(self._lib.llama_print_system_info()).decode()
 
-    def _info(self, context_tokens: int, capacity: int, block_tokens: int, setup: _Setup) -> ModelInfo:
+    def _info(
+        self, context_tokens: int, capacity: int, block_tokens: int, setup: _Setup, max_outputs: int
+    ) -> ModelInfo:
         model, layout = self._model, setup.layout
         numerics: Numerics = "bitwise" if setup.bitwise else "standard"
         path: dict[str, str | int | bool] = {
@@ -424,4 +414,5 @@ class _Loader:
             resident_idle_tokens=max(_MIN_IDLE_FLASH if setup.flash else _MIN_IDLE_PLAIN, idle),
             notes=tuple(self._notes),
             prefill_guess=_PREFILL_WEIGHTS * self._threads / max(1, model.n_params),
+            max_outputs=max_outputs,
         )

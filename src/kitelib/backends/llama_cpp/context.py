@@ -1,7 +1,7 @@
 """One llama.cpp context: sequences, steps, and blocks in and out of its unified KV cache.
 
-Sequence ids of the library ("slots"): 0 is scratch (blocks on their way in or out, padding rows), the others hold
-live and dead sequences (see cells.py). For sliding-window models every sequence has a second slot, its shadow, that
+Sequence ids of the library ("slots"): 0 is scratch (blocks on their way in or out, padding rows), one is the graveyard
+of cells that rejected drafts leave behind, the others hold live and dead sequences (see cells.py). For sliding-window models every sequence has a second slot, its shadow, that
 holds the same cells: llama.cpp reuses a cell that has left the window of its only sequence, which would break the
 ascending order and take away positions that a later request wants to share.
 """
@@ -18,15 +18,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kitelib.abc import BlockPayload, SequenceId, StepResult, StepWork
+from kitelib.backends.llama_cpp.batch import BatchRows
 from kitelib.backends.llama_cpp.blocks import StateLayout
-from kitelib.backends.llama_cpp.cells import CellMap, SequenceCells
+from kitelib.backends.llama_cpp.cells import CellMap, Cut, SequenceCells
+from kitelib.backends.llama_cpp.compaction import move_down
+from kitelib.backends.llama_cpp.kv_memory import SCRATCH, KvMemory
+from kitelib.backends.llama_cpp.placing import Piece, Placement, place
 from kitelib.errors import BackendError, BackendStepError, FormatError
 
 __all__ = ["ContextOptions", "LlamaContext"]
 
-_SCRATCH = 0
 _MAX_SLOTS = 256  # LLAMA_MAX_SEQ
 _SLOTS_PER_SEQUENCE = 4  # running, idle and dead ones; the library keeps room for the logits of each
+_OUTPUT_BYTES = 64 * 2**20  # for the logits of one step: 64 rows of 262,144 token ids
 _MOVE_TOKENS = 256  # compaction moves this many tokens at a time, which bounds its staging memory
 
 
@@ -68,9 +72,16 @@ class LlamaContext:
         self._swa = int(lib.llama_model_n_swa(model))
         self._plain = bool(lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model))
         stride = 2 if self._swa and not self._plain else 1
-        slots = 1 + options.max_sequences * (1 if self._plain else _SLOTS_PER_SEQUENCE * stride)
+        self._vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model)))
+        most = min(options.rows, max(options.max_sequences, _OUTPUT_BYTES // (4 * self._vocab_size)))
+        self.max_outputs = 0 if self._plain else most
+        slots = 1 + (
+            options.max_sequences if self._plain else (options.max_sequences * _SLOTS_PER_SEQUENCE + 1) * stride
+        )
         params.n_seq_max = min(_MAX_SLOTS, slots)
-        params.n_outputs_max = max(params.n_seq_max, options.max_sequences + self._padding(options.max_sequences))
+        params.n_outputs_max = max(
+            params.n_seq_max, *(count + self._padding(count) for count in (options.max_sequences, self.max_outputs))
+        )
         params.n_batch = max(options.rows, params.n_seq_max)
         params.n_threads = params.n_threads_batch = options.threads
         params.flash_attn_type = int(options.flash_attention)
@@ -84,15 +95,14 @@ class LlamaContext:
                 f"llama.cpp could not create a context of {options.capacity_tokens} tokens; "
                 "open the engine with a smaller n_ctx or max_sequences"
             )
-        self._memory = lib.llama_get_memory(self._handle)
-        self._vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model)))
+        self._memory = KvMemory(lib, self._handle, stride)
         self._cells = CellMap(options.capacity_tokens)
         self._sequences: dict[SequenceId, SequenceCells] = {}
         self._ids = itertools.count(1)
-        self._stride = stride
         self._slots = list(range(int(params.n_seq_max) - stride, 0, -stride))
+        self._graveyard = SCRATCH if self._plain else self._slots.pop(0)
         self._batch = lib.llama_batch_init(options.rows, 0, 2)
-        self._rows = _BatchArrays(self._batch, options.rows)
+        self._rows = BatchRows(self._batch, options.rows)
         self._adapter: str | None = None
         self.layout: StateLayout | None = None
         self.compactions = 0
@@ -132,8 +142,7 @@ class LlamaContext:
         sequence = self.create(record.adapter)
         target = self._sequences[sequence]
         self._cells.share(record, target, num_tokens)
-        for slot in self._slots_of(target):
-            self._lib.llama_memory_seq_cp(self._memory, record.slot, slot, 0, num_tokens)
+        self._memory.share(record.slot, target.slot, 0, num_tokens)
         return sequence
 
     def shareable(self, source: SequenceId, num_tokens: int) -> bool:
@@ -143,7 +152,7 @@ class LlamaContext:
             return False
         if self._swa and num_tokens:
             window_start = max(0, num_tokens - self._swa)
-            return int(self._lib.llama_memory_seq_pos_min(self._memory, record.slot)) <= window_start
+            return self._memory.first_position(record.slot) <= window_start
         return True
 
     def release(self, sequence: SequenceId) -> None:
@@ -154,28 +163,33 @@ class LlamaContext:
             self._cells.recount(self._sequences.values())
             return
         self._cells.bury(record)
-        trims, removed = self._cells.cut()
-        for dead, position in trims:
-            for slot in self._slots_of(dead):
-                self._lib.llama_memory_seq_rm(self._memory, slot, position, -1)
-        for dead in removed:
-            self._remove(dead)
+        self._clear(self._cells.cut())
 
     def truncate(self, sequence: SequenceId, num_tokens: int) -> None:
-        """Takes a sequence back to its first `num_tokens` tokens."""
-        raise BackendError(f"sequence {sequence} can't be taken back to {num_tokens} tokens")
+        """See `kitelib.abc.Backend.truncate`. What is taken back leaves the cache with the next step."""
+        record = self._sequences[sequence]
+        held = len(record.cells)
+        if not 0 <= num_tokens <= held:
+            raise BackendError(f"sequence {sequence} holds {held} tokens, so it can't be taken back to {num_tokens}")
+        if not self.max_outputs:
+            raise BackendError("the state of this model can't be taken back; don't process drafts with it")
+        self._cells.take_back(record, num_tokens)
 
     def num_tokens(self, sequence: SequenceId) -> int:
         """Tokens that the sequence holds."""
         return len(self._sequences[sequence].cells)
 
-    def _slots_of(self, record: SequenceCells) -> tuple[int, ...]:
-        return (record.slot, record.slot + 1) if self._stride == 2 else (record.slot,)
-
     def _remove(self, record: SequenceCells) -> None:
-        for slot in self._slots_of(record):
-            self._lib.llama_memory_seq_rm(self._memory, slot, -1, -1)
+        self._memory.forget(record.slot)
         self._slots.append(record.slot)
+
+    def _clear(self, cut: Cut) -> None:
+        for dead, position in cut.trims:
+            self._memory.forget(dead.slot, position)
+        for dead in cut.removed:
+            self._remove(dead)
+        for start, stop in _ranges(cut.graves):
+            self._memory.forget(self._graveyard, start, stop)
 
     # Steps
 
@@ -187,26 +201,65 @@ class LlamaContext:
         self._use_adapter(records[0].adapter)
         padding = self._padding(total)
         self._make_room(total + padding)
-        rows, row = self._rows, 0
-        outputs: list[int | None] = []
-        for item, record in zip(work, records, strict=True):
-            rows.fill(row, item.token_ids, item.start, self._slots_of(record))
-            row += len(item.token_ids)
-            outputs.append(row - 1 if item.logits else None)
-            if item.logits:
-                rows.logits[row - 1] = 1
+        placement = self._place(work, records)
+        outputs: list[Sequence[int]] = []  # rows of each item's outputs
+        for item, record, rows in zip(work, records, placement.rows, strict=True):
+            self._rows.fill(rows, item.token_ids, item.start, self._memory.slots_of(record.slot))
+            outputs.append(rows[-1 - item.drafts :] if item.logits else ())
+            for row in outputs[-1]:
+                self._rows.logits[row] = 1
         if padding:
-            rows.fill(row, [work[0].token_ids[0]] * padding, 0, (_SCRATCH,))
-        self._pad_outputs(sum(item.logits for item in work), total + padding)
+            self._rows.fill(range(total, total + padding), [work[0].token_ids[0]] * padding, 0, (SCRATCH,))
+        self._pad_outputs(sum(map(len, outputs)), total + padding)
         self._batch.n_tokens = total + padding
         status = int(self._lib.llama_decode(self._handle, self._batch))
         if padding:
-            self._lib.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
+            self._memory.clear_scratch()
         if status != 0:
+            if placement.cells[0] < self._cells.next_cell:
+                self.compact()  # the step was to fill holes, and they may not stay
             raise BackendStepError(f"llama_decode failed with status {status} on a step of {total} tokens")
-        for item, record in zip(work, records, strict=True):
-            self._cells.append(record, len(item.token_ids))
-        return StepResult([None if index is None else self._logits(index) for index in outputs])
+        for record, rows in zip(records, placement.rows, strict=True):
+            self._cells.assign(record, [placement.cells[row] for row in rows])
+        logits = [self._logits(rows[-1]) if rows else None for rows in outputs]
+        if not any(item.drafts for item in work):
+            return StepResult(logits)
+        return StepResult(logits, draft_logits=[[self._logits(row) for row in rows[:-1]] for rows in outputs])
+
+    def _place(self, work: Sequence[StepWork], records: Sequence[SequenceCells]) -> Placement:
+        """Gives each token of a step a row, and so a cell; what was taken back before leaves the cache."""
+        holes = self._open_tails()
+        pieces = [
+            Piece(record.cells[-1] if record.cells else -1, len(item.token_ids), item.drafts)
+            for item, record in zip(work, records, strict=True)
+        ]
+        placement = place(pieces, holes, self._cells.next_cell)
+        self._close_tails(placement.unfilled)
+        return placement
+
+    def _open_tails(self) -> list[int]:
+        """Cuts the top of the cache off; the cells below it that tails leave behind. `_close_tails` has to follow."""
+        if not (tails := [record for record in self._sequences.values() if record.tail]):
+            return []
+        free = self._cells.drop_tails(tails)
+        self._clear(self._cells.cut())
+        return [cell for cell in free if cell < self._cells.next_cell]
+
+    def _close_tails(self, keep: Sequence[int]) -> None:
+        """Removes all tails from the cache, but for these cells, which go to the graveyard."""
+        kept = set(keep)
+        for record in self._sequences.values():
+            if not record.tail:
+                continue
+            held = len(record.cells)
+            graves = {held + i: cell for i, cell in enumerate(record.tail) if cell in kept}
+            for start, stop in _ranges(list(graves)):
+                self._memory.share(record.slot, self._graveyard, start, stop)
+            for position, cell in graves.items():
+                self._cells.bury_cell(cell, position)
+            kept.difference_update(graves.values())
+            self._memory.forget(record.slot, held)
+            del record.tail[:]
 
     def _padding(self, total: int) -> int:
         padded = max(total, self.options.min_rows)
@@ -227,6 +280,17 @@ class LlamaContext:
                 )
             if record.adapter != records[0].adapter:
                 raise BackendStepError("a step mixes sequences of different adapters")
+            if not 0 <= item.drafts < len(item.token_ids):
+                raise BackendStepError(
+                    f"{item.drafts} of {len(item.token_ids)} tokens are drafts; the first can't be one"
+                )
+        if any(item.drafts for item in work) and not self.max_outputs:
+            raise BackendStepError("a step has drafts, but the state of this model can't be taken back")
+        outputs = sum(1 + item.drafts for item in work if item.logits)
+        if self.max_outputs and outputs > self.max_outputs:
+            raise BackendStepError(
+                f"a step wants logits after {outputs} tokens; at most {self.max_outputs} are possible"
+            )
 
     def _logits(self, row: int) -> npt.NDArray[np.float32]:
         pointer = self._lib.llama_get_logits_ith(self._handle, row)
@@ -269,65 +333,15 @@ class LlamaContext:
             return
         self.compactions += 1
         records = list(self._sequences.values())
-        cells = [record.as_array() for record in records]
-        occupied = np.zeros(self.options.capacity_tokens, bool)
-        for own in cells:
-            occupied[own] = True
-        holes = np.flatnonzero(~occupied[: self._cells.next_cell])
-        if not len(holes):
-            self._cells.renumber(np.arange(self.options.capacity_tokens, dtype=np.int32), records)
-            return
-        moved = np.arange(self.options.capacity_tokens, dtype=np.int32)
-        done = np.zeros(self.options.capacity_tokens, bool)
-        done[: holes[0]] = True
-        for own in cells:
-            pending = np.flatnonzero(~done[own])
-            start = int(pending[0]) if len(pending) else len(own)
-            while start < len(own):
-                stop = min(start + self._chunk_tokens(), len(own))
-                self._move(records, cells, own, start, stop, occupied, moved)
-                done[own[start:stop]] = True
-                start = stop
+        self._memory.forget(self._graveyard)
+        self._close_tails(())
+        moved = move_down(
+            self._memory, records, self.options.capacity_tokens, self._cells.next_cell, self._chunk_tokens()
+        )
         self._cells.renumber(moved, records)
 
     def _chunk_tokens(self) -> int:
         return min(_MOVE_TOKENS, self._swa) if self._swa else _MOVE_TOKENS
-
-    def _move(
-        self,
-        records: list[SequenceCells],
-        cells: list[npt.NDArray[np.int32]],
-        own: npt.NDArray[np.int32],
-        start: int,
-        stop: int,
-        occupied: npt.NDArray[np.bool_],
-        moved: npt.NDArray[np.int32],
-    ) -> None:
-        """Moves positions start..stop of one sequence, and of all that share them, into the lowest free cells."""
-        lib, memory = self._lib, self._memory
-        slots_and_ends = []
-        slot = -1
-        for record, theirs in zip(records, cells, strict=True):
-            end = min(stop, len(theirs))
-            shared = int(np.count_nonzero(theirs[start:end] == own[start:end])) if end > start else 0
-            if shared:
-                slots_and_ends.append((record, start + shared))
-            if theirs is own:
-                slot = record.slot
-        lib.llama_memory_seq_cp(memory, slot, _SCRATCH, start, stop)
-        blob = self._read_scratch()
-        for record, end in slots_and_ends:
-            for each in self._slots_of(record):
-                lib.llama_memory_seq_rm(memory, each, start, end)
-        occupied[own[start:stop]] = False
-        self._write_scratch(blob)
-        free = np.flatnonzero(~occupied)[: stop - start].astype(np.int32)
-        occupied[free] = True
-        moved[own[start:stop]] = free
-        for record, end in slots_and_ends:
-            for each in self._slots_of(record):
-                lib.llama_memory_seq_cp(memory, _SCRATCH, each, start, end)
-        lib.llama_memory_seq_rm(memory, _SCRATCH, -1, -1)
 
     # Blocks
 
@@ -337,12 +351,7 @@ class LlamaContext:
         Raises:
             BackendError: the library gave no state.
         """
-        record = self._sequences[sequence]
-        self._lib.llama_memory_seq_cp(self._memory, record.slot, _SCRATCH, start, stop)
-        try:
-            return self._read_scratch()
-        finally:
-            self._lib.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
+        return self._memory.read(self._sequences[sequence].slot, start, stop)
 
     def export_range(self, sequence: SequenceId, start: int, counts: Sequence[int]) -> list[BlockPayload]:
         """Payloads of consecutive runs of `counts` tokens from position `start` on. FormatError if incomplete."""
@@ -377,27 +386,11 @@ class LlamaContext:
             self._make_room(total)
         except (FormatError, BackendStepError) as error:
             raise BackendError(f"blocks can't be restored: {error}") from None
-        self._write_scratch(blob)
-        for slot in self._slots_of(record):
-            self._lib.llama_memory_seq_cp(self._memory, _SCRATCH, slot, start, start + total)
-        self._lib.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
+        self._close_tails(self._open_tails())
+        self._memory.write_scratch(blob)
+        self._memory.share(SCRATCH, record.slot, start, start + total)
+        self._memory.clear_scratch()
         self._cells.append(record, total)
-
-    def _read_scratch(self) -> npt.NDArray[np.uint8]:
-        size = int(self._lib.llama_state_seq_get_size(self._handle, _SCRATCH))
-        blob = np.empty(size, np.uint8)
-        pointer = blob.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        if int(self._lib.llama_state_seq_get_data(self._handle, pointer, size, _SCRATCH)) != size:
-            self._lib.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
-            raise BackendError("llama.cpp could not write the state of a sequence")
-        return blob
-
-    def _write_scratch(self, blob: npt.NDArray[np.uint8]) -> None:
-        # SAFETY: `blob` outlives the call; the library copies it.
-        pointer = blob.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        if int(self._lib.llama_state_seq_set_data(self._handle, pointer, len(blob), _SCRATCH)) != len(blob):
-            self._lib.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
-            raise BackendError("llama.cpp refused the state of a sequence")
 
     def close(self) -> None:
         """Frees the context. Idempotent."""
@@ -408,21 +401,12 @@ class LlamaContext:
             self._sequences.clear()
 
 
-class _BatchArrays:
-    """Numpy views of a `llama_batch`, so that a row costs no Python call per field."""
-
-    def __init__(self, batch: Any, size: int) -> None:
-        self.token = np.ctypeslib.as_array(batch.token, (size,))
-        self.position = np.ctypeslib.as_array(batch.pos, (size,))
-        self.num_slots = np.ctypeslib.as_array(batch.n_seq_id, (size,))
-        self.logits = np.ctypeslib.as_array(batch.logits, (size,))
-        self.slots = [np.ctypeslib.as_array(batch.seq_id[i], (2,)) for i in range(size)]
-
-    def fill(self, row: int, token_ids: Sequence[int], start: int, slots: tuple[int, ...]) -> None:
-        stop = row + len(token_ids)
-        self.token[row:stop] = token_ids
-        self.position[row:stop] = range(start, start + len(token_ids))
-        self.num_slots[row:stop] = len(slots)
-        self.logits[row:stop] = 0
-        for view in self.slots[row:stop]:
-            view[: len(slots)] = slots
+def _ranges(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending positions as runs (first, one past the last)."""
+    found: list[tuple[int, int]] = []
+    for position in positions:
+        if found and found[-1][1] == position:
+            found[-1] = (found[-1][0], position + 1)
+        else:
+            found.append((position, position + 1))
+    return found

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from kitelib.backends.chat_template import ChatTemplate
 from kitelib.backends.digest import content_digest, file_state
 from kitelib.backends.llama_cpp.gguf import GGUFSummary, check_file, split_paths
 from kitelib.backends.llama_cpp.library import captured_errors, load_library
@@ -114,6 +115,7 @@ class GGUFModel:
         progress: Progress | None = None,
         use_mmap: bool = True,
         vocab_only: bool = False,
+        identify: bool = True,
         cache_dir: pathlib.Path | None = None,
     ) -> GGUFModel:
         """Checks, identifies and loads a model. Blocks: seconds per GB when the file is not in the page cache.
@@ -125,6 +127,7 @@ class GGUFModel:
                 comes out of this call.
             use_mmap: map the weights instead of reading them into memory.
             vocab_only: load the vocabulary without weights: enough to tokenize.
+            identify: read the content for `weights_digest`, which is b"" otherwise: tokenizing needs none.
             cache_dir: where content digests are remembered; None means the user's cache folder.
 
         Raises:
@@ -141,7 +144,7 @@ class GGUFModel:
             check_file(file)
         library = load_library()
         before = [file_state(file) for file in files]
-        digest = weights_digest(files, cache_dir, _part(progress, 0.0, 0.5))
+        digest = weights_digest(files, cache_dir, _part(progress, 0.0, 0.5)) if identify else b""
         handle = _load_weights(library, summary, _part(progress, 0.5, 1.0), use_mmap, vocab_only)
         try:
             _check_unchanged(files, before)
@@ -258,6 +261,17 @@ class GGUFModel:
         with self._using():
             piece = self._piece(token, True, ctypes.create_string_buffer(_PIECE_BYTES))
         return piece.decode("utf-8", "replace")
+
+    def template(self) -> ChatTemplate:
+        """The chat template of the file, with the texts of its special tokens."""
+        eos = int(self._library.llama_vocab_eos(self.vocab))
+        return ChatTemplate(
+            self.chat_template,
+            "" if self.bos_id is None else self.token_text(self.bos_id),
+            self.token_text(eos) if eos >= 0 else "",
+            add_bos=self.add_bos,
+            tool_source=self.tool_template,
+        )
 
     def _check(self, token: int) -> None:
         # The library ends the process on ids out of range.

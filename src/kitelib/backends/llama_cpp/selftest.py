@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kitelib.abc import SequenceId, StepWork
+from kitelib.abc import SequenceId, StepResult, StepWork
 from kitelib.backends.llama_cpp.context import LlamaContext
 from kitelib.errors import KiteError
 
-__all__ = ["PLANS", "SPLITS", "RowPlan", "find_plan"]
+__all__ = ["OUTPUTS", "PLANS", "SPLITS", "RowPlan", "find_plan"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,8 +42,9 @@ PLANS = (
 _NUM_TOKENS = 24
 # Lone rows come often: in half precision their other order of summing changes only few values of a narrow model.
 SPLITS: tuple[tuple[int, ...], ...] = ((16, 8), (9, 7, 5, 2), (23, 1), (1,) * _NUM_TOKENS, (2, 3, 2, 3, 4, 2, 3, 5))
-# Sequences that ask for logits in one step; the output matrix may be quantized in another way than the rest.
-_MAX_OUTPUTS = 7
+# Rows that want logits in one step, beside those that the pieces of SPLITS give: the end of the model sees only these,
+# and its matrix may be quantized in another way than the rest. Past the number of a step's rows, it stands for that.
+OUTPUTS = (6, 15, 33, 64)
 # From 512 cells on a lone row takes another attention path (split over the threads).
 _CROWD_CELLS = 520
 
@@ -73,6 +74,12 @@ def find_plan(
     return None
 
 
+Rows = dict[int, npt.NDArray[np.float32]]
+"""Logits by the position of the token that they follow."""
+Result = tuple[Rows, npt.NDArray[np.uint8]]
+"""Logits, and the KV of all tokens."""
+
+
 def _tokens(count: int, vocab_size: int, seed: int) -> list[int]:
     # Fixed token ids from the middle of the vocabulary: ordinary text pieces, no control tokens.
     low, high = vocab_size // 16, vocab_size - vocab_size // 16
@@ -82,11 +89,14 @@ def _tokens(count: int, vocab_size: int, seed: int) -> list[int]:
 def _holds(context: LlamaContext, vocab_size: int, adapter: str | None) -> bool:
     tokens = _tokens(_NUM_TOKENS, vocab_size, 1)
     others = _tokens(context.options.rows, vocab_size, 2)
-    reference = _run(context, adapter, tokens, (min(_NUM_TOKENS, context.options.rows),))
+    reference = _run(context, adapter, tokens, (min(_NUM_TOKENS, context.options.rows),), outputs=_NUM_TOKENS)
     for split in SPLITS:
-        if not _same(reference, _run(context, adapter, tokens, split)):
+        if not _same(reference, _run(context, adapter, tokens, split, outputs=_NUM_TOKENS)):
             return False
-    if not _outputs_hold(context, adapter, tokens):
+    if not (
+        _outputs_hold(context, adapter, tokens, others, reference)
+        and _drafts_hold(context, adapter, tokens, others, reference)
+    ):
         return False
     # Beside another sequence, interleaved, at an odd place.
     neighbour = context.create(adapter)
@@ -109,19 +119,54 @@ def _holds(context: LlamaContext, vocab_size: int, adapter: str | None) -> bool:
     return same
 
 
-def _outputs_hold(context: LlamaContext, adapter: str | None, tokens: list[int]) -> bool:
-    """Whether logits are the same however many rows of a step ask for them."""
-    reference: npt.NDArray[np.float32] | None = None
-    for count in range(1, min(_MAX_OUTPUTS, context.free_sequences) + 1):
-        sequences = [context.create(adapter) for _ in range(count)]
-        for logits in context.step([StepWork(each, tokens[:2], 0, True) for each in sequences]).logits:
-            assert logits is not None
-            reference = logits.copy() if reference is None else reference
-            if not np.array_equal(reference, logits):
-                return False
-        for each in sequences:
+def _outputs_hold(
+    context: LlamaContext, adapter: str | None, tokens: list[int], others: list[int], reference: Result
+) -> bool:
+    """Whether logits are the same however many rows of a step want them, the rows of two sequences mixed."""
+    most = min(context.options.rows, context.max_outputs)
+    for count in sorted({min(each, most) for each in OUTPUTS}):
+        own = min(len(tokens), count - count // 3)
+        sequence, filler = context.create(adapter), context.create(adapter)
+        work = [StepWork(sequence, tokens[:own], 0, True, drafts=own - 1)]
+        if count > own:
+            work.append(StepWork(filler, others[: count - own], 0, True, drafts=count - own - 1))
+        found = _logits(work[0], context.step(work), 0)
+        for each in (sequence, filler):
             context.release(each)
+        if not _agree(reference[0], found):
+            return False
     return True
+
+
+def _drafts_hold(
+    context: LlamaContext, adapter: str | None, tokens: list[int], others: list[int], reference: Result
+) -> bool:
+    """Whether drafts, the lone token of a decode step and a piece of a prompt go together in one step; and whether a
+    sequence goes on as if it never had had the drafts that are taken back, through the holes they leave."""
+    wrong = others[-1]
+    sequence, lone, filler = (context.create(adapter) for _ in range(3))
+    for each, held in ((sequence, 8), (lone, len(tokens) - 1)):
+        for start, stop in _pieces(held, (), context.options.rows):
+            context.step([StepWork(each, tokens[start:stop], start, False)])
+    work = [
+        StepWork(filler, others[: max(1, context.options.rows - 9)], 0, False),
+        StepWork(sequence, [*tokens[8:12], *[wrong] * 4], 8, True, drafts=7),
+        StepWork(lone, tokens[-1:], len(tokens) - 1, True),
+    ]
+    result = context.step(work)
+    found = {position: row for position, row in _logits(work[1], result, 1).items() if position < 12}
+    found |= _logits(work[2], result, 2)
+    same = _agree(reference[0], found)
+    context.truncate(sequence, 12)
+    context.release(filler)
+    for start in range(12, len(tokens), 3):
+        drafts = tokens[start + 1 : start + 3]
+        work = [StepWork(sequence, [tokens[start], *drafts], start, True, drafts=len(drafts))]
+        same = same and _agree(reference[0], _logits(work[0], context.step(work), 0))
+    payloads = context.export_range(sequence, 0, [len(tokens)])
+    for each in (sequence, lone):
+        context.release(each)
+    return same and np.array_equal(payloads[0].data, reference[1])
 
 
 def _crowd(context: LlamaContext, source: SequenceId, target: SequenceId) -> None:
@@ -131,11 +176,22 @@ def _crowd(context: LlamaContext, source: SequenceId, target: SequenceId) -> Non
         context.restore(target, payloads)
 
 
-Result = tuple[npt.NDArray[np.float32], npt.NDArray[np.uint8]]
-
-
 def _same(first: Result, second: Result) -> bool:
-    return np.array_equal(first[0], second[0]) and np.array_equal(first[1], second[1])
+    return _agree(first[0], second[0]) and np.array_equal(first[1], second[1])
+
+
+def _agree(reference: Rows, found: Rows) -> bool:
+    """Whether all rows of `found` have the same bits as those of the same positions."""
+    return all(np.array_equal(row, reference[position]) for position, row in found.items() if position in reference)
+
+
+def _logits(item: StepWork, result: StepResult, place: int) -> Rows:
+    """Copies of the logits that a step gave for one of its items, by position."""
+    last = result.logits[place]
+    assert last is not None
+    rows = [*(result.draft_logits[place] if item.drafts else ()), last]
+    stop = item.start + len(item.token_ids)
+    return {stop - len(rows) + i: row.copy() for i, row in enumerate(rows)}
 
 
 def _pieces(total: int, split: Sequence[int], rows: int) -> Iterator[tuple[int, int]]:
@@ -155,26 +211,29 @@ def _run(
     split: Sequence[int],
     beside: tuple[SequenceId, list[int], int] | None = None,
     pause: Callable[[], None] | None = None,
+    outputs: int = 1,
 ) -> Result:
-    """Logits after the last token, and the KV of all tokens.
+    """Logits after the last tokens of each piece, up to `outputs` of them, and the KV of all tokens.
 
-    Each step also has up to n tokens of the sequence `beside`, which consists of these tokens: (sequence, tokens, n).
+    With one output only the last piece wants logits. Each step also has up to n tokens of the sequence `beside`, which consists of these tokens: (sequence, tokens, n).
     """
     sequence = context.create(adapter)
-    logits: npt.NDArray[np.float32] | None = None
+    logits: Rows = {}
     room = context.options.rows if beside is None else context.options.rows - beside[2]
     for start, stop in _pieces(len(tokens), split, room):
-        work = [StepWork(sequence, tokens[start:stop], start, stop == len(tokens))]
+        drafts = min(outputs, stop - start, context.max_outputs) - 1
+        wanted = outputs > 1 or stop == len(tokens)
+        work = [StepWork(sequence, tokens[start:stop], start, wanted, drafts=drafts)]
         if beside is not None:
             other, others, count = beside
             held = context.num_tokens(other)
             if held < len(others):
                 work.insert(0, StepWork(other, others[held : held + count], held, False))
-        logits = context.step(work).logits[-1]
+        result = context.step(work)
+        if wanted:
+            logits |= _logits(work[-1], result, len(work) - 1)
         if pause is not None and start == 0:
             pause()
-    assert logits is not None
-    logits = logits.copy()
     payloads = context.export_range(sequence, 0, [len(tokens)])
     context.release(sequence)
     return logits, payloads[0].data

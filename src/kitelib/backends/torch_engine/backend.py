@@ -19,6 +19,7 @@ from kitelib.upcycle.adapter_unit import AdapterContent
 if TYPE_CHECKING:
     from kitelib.backends.torch_engine.compiled import CompiledDecode
     from kitelib.backends.torch_engine.lora import AdapterSet
+    from kitelib.backends.torch_engine.passages import PassageKV
     from kitelib.backends.torch_engine.tokenizer import FolderTokenizer
 
 __all__ = ["DeviceTorchBackend", "TorchBackend", "TorchOptions"]
@@ -87,6 +88,7 @@ class TorchBackend:
         self._tokenizer = tokenizer
         self._close = close
         self._compiled = compiled
+        self._passages: PassageKV | None = None
 
     @classmethod
     def load(
@@ -135,6 +137,15 @@ class TorchBackend:
 
     def render_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         return self._tokenizer.render_chat(messages, tools)
+
+    @property
+    def passages(self) -> PassageKV:
+        """Moves KV to other positions."""
+        if self._passages is None:
+            from kitelib.backends.torch_engine.passages import PassageKV
+
+            self._passages = PassageKV(self.runner, self.info.context_tokens)
+        return self._passages
 
     def create(self, adapter: str | None = None) -> SequenceId:
         if adapter is not None and adapter not in self.adapter_states:
@@ -191,7 +202,7 @@ class TorchBackend:
 
     def close(self) -> None:
         if self._runner is not None:
-            self._runner = None
+            self._runner = self._passages = None
             self._close()
 
 

@@ -13,7 +13,7 @@ from kitelib.backends.torch_engine.device_sampling import NUM_SETTINGS, DeviceSa
 from kitelib.backends.torch_engine.graphed import decode_batch
 from kitelib.backends.torch_engine.graphs import DecodeGraphs
 from kitelib.backends.torch_engine.lora import Segment
-from kitelib.backends.torch_engine.packing import PackedStep
+from kitelib.backends.torch_engine.packing import PackedStep, num_outputs, step_result
 from kitelib.backends.torch_engine.runner import Runner
 from kitelib.errors import BackendStepError
 
@@ -32,6 +32,7 @@ class DeviceRunner(Runner):
         graphs: captured decode steps; None runs every step kernel by kernel.
     """
 
+    draws_tokens = True
     graphs: DecodeGraphs | None = None
 
     def step(self, work: Sequence[StepWork]) -> StepResult:
@@ -42,7 +43,9 @@ class DeviceRunner(Runner):
         import torch
 
         packed = self.admit(work)
-        draws = [item.draws[0] if item.draws else None for item in work if item.logits or item.draws]
+        draws: list[TokenDraw | None] = []
+        for item in work:
+            draws.extend(item.draws or [None] * num_outputs(item))
         try:
             with torch.inference_mode():
                 finish = self._launch(packed, self.segments(work, packed), draws)
@@ -57,25 +60,34 @@ class DeviceRunner(Runner):
             except Exception as error:
                 self.take_back(work)
                 raise _failure(error, packed) from error
-            return _result(work, rows, tokens)
+            return step_result(work, rows, tokens)
 
         return wait
 
     def _launch(
         self, packed: PackedStep, segments: Sequence[Segment], draws: Sequence[TokenDraw | None]
     ) -> Callable[[], tuple[Rows, list[int]]]:
-        count = len(packed.contexts)
+        """Starts a step; the call that it gives waits for it.
+
+        Args:
+            packed: the step.
+            segments: rows with an adapter.
+            draws: per output, in order; None where the logits are wanted.
+
+        Returns:
+            Logits where they are wanted, and the tokens drawn.
+        """
         drawing = any(draw is not None for draw in draws)
         graphs = self.graphs
-        if graphs is not None and not segments and packed.is_decode and graphs.fits(count, int(packed.contexts.max())):
+        if graphs is not None and not segments and packed.is_decode and graphs.fits(len(draws), packed.max_context):
             self.transfer.wait()  # a captured pass can't wait layer by layer
             step = graphs.run(decode_batch(packed, draws if drawing else ()))
-            return lambda: (_wanted(step.logits, draws), step.tokens() if drawing else [])
+            return lambda: (_wanted(step.logits, draws), _drawn(step.tokens(), draws) if drawing else [])
         logits = self.run(packed, segments)
         if logits is None:
             return self._mark
         tokens = self._draw(logits[: len(draws)], draws) if drawing else None
-        return lambda: (_wanted(logits, draws), [] if tokens is None else tokens.tolist())
+        return lambda: (_wanted(logits, draws), [] if tokens is None else _drawn(tokens.tolist(), draws))
 
     def _mark(self) -> tuple[Rows, list[int]]:
         """Waits for a step that gives nothing, so that its failure is its own."""
@@ -108,13 +120,6 @@ def _wanted(logits: torch.Tensor, draws: Sequence[TokenDraw | None]) -> Rows:
     return list(rows.float().cpu().numpy())
 
 
-def _result(work: Sequence[StepWork], rows: Rows, tokens: Sequence[int]) -> StepResult:
-    found, drawn = iter(rows), iter(tokens)
-    logits: list[npt.NDArray[np.float32] | None] = []
-    ids: list[Sequence[int]] = []
-    for item in work:
-        asked = item.logits or item.draws
-        token = next(drawn) if asked and tokens else None
-        logits.append(next(found) if item.logits else None)
-        ids.append((token,) if item.draws and token is not None else ())
-    return StepResult(logits, ids if tokens else ())
+def _drawn(tokens: Sequence[int], draws: Sequence[TokenDraw | None]) -> list[int]:
+    """Without the tokens of rows that are only drawn from because others are."""
+    return [token for token, draw in zip(tokens, draws, strict=True) if draw is not None]

@@ -1,9 +1,15 @@
-"""Decode steps of a loaded model through CUDA graphs: joins `Forward`, the cache and the kernel to `DecodeGraphs`."""
+"""Decode steps of a loaded model through CUDA graphs: joins `Forward`, the cache and the kernel to `DecodeGraphs`.
+
+A graph has one row per sequence. Drafts run in it as sequences of their own, which have the same blocks and end one token
+later each: a kernel writes the KV of all rows of a layer before any row attends, so each sees those before it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kitelib.backends.torch_engine.graphs import (
     CudaGraphs,
@@ -33,7 +39,7 @@ def decode_graphs(
     kernel: AttentionKernel,
     rows: RowPlan,
     *,
-    max_sequences: int,
+    max_rows: int,
     max_context: int,
     api: GraphApi | None = None,
 ) -> DecodeGraphs | None:
@@ -44,7 +50,7 @@ def decode_graphs(
         cache: its cache; graphs write to this one and no other.
         kernel: one whose launches depend on the plan's sizes only.
         rows: numbers of rows that a pass may have; sizes of batch are rounded up to them.
-        max_sequences: most sequences in a step.
+        max_rows: rows of the largest step, one for each sequence and each draft.
         max_context: most tokens of a sequence.
         api: None means CUDA graphs on a CUDA device, else the model is just called again.
 
@@ -58,7 +64,7 @@ def decode_graphs(
     model, device = forward.model, cache.arena.device
     if api is None:
         api = CudaGraphs(device) if device.type == "cuda" else PlainReplay()
-    sizes = {rows.padded(size) for size in buckets_to(max_sequences)}
+    sizes = {rows.padded(size) for size in buckets_to(max_rows)}
     buckets = sorted(size for size in sizes if size <= rows.max_rows) or [rows.max_rows]
     every = torch.arange(buckets[-1], device=device)
 
@@ -79,9 +85,18 @@ def decode_graphs(
 
 
 def decode_batch(packed: PackedStep, draws: Sequence[TokenDraw | None] = ()) -> DecodeBatch:
-    """What `DecodeGraphs` needs of a packed decode step (`PackedStep.is_decode`); its padding is left out."""
-    count = len(packed.contexts)
-    return DecodeBatch(packed.ids[:count], packed.contexts, packed.slots[:count], packed.tables, draws)
+    """What `DecodeGraphs` needs of a packed decode step (`PackedStep.is_decode`); its padding is left out.
+
+    Args:
+        packed: the step.
+        draws: per row; see `DecodeBatch.draws`.
+    """
+    count = int(packed.row_starts[-1])
+    if packed.max_rows == 1:
+        return DecodeBatch(packed.ids[:count], packed.contexts, packed.slots[:count], packed.tables, draws)
+    contexts = (packed.positions[:count] + 1).astype(np.int32)
+    tables = np.repeat(packed.tables, np.diff(packed.row_starts), axis=0)
+    return DecodeBatch(packed.ids[:count], contexts, packed.slots[:count], tables, draws)
 
 
 def capture(graphs: DecodeGraphs, progress: Callable[[int, int], None] | None = None) -> str:

@@ -16,8 +16,8 @@ from kitelib.backends.torch_engine.forward import Forward, probe_layers
 from kitelib.backends.torch_engine.packing import RowPlan
 from kitelib.backends.torch_engine.pages import LayerShape, PagedCache, block_bytes
 from kitelib.backends.torch_engine.runner import Runner
-from kitelib.backends.torch_engine.selftest import CUDA_PLANS, PLANS, TEST_TOKENS, find_plan
-from kitelib.backends.torch_engine.sizing import kv_blocks
+from kitelib.backends.torch_engine.selftest import CUDA_PLANS, PLANS, SELF_TEST, TEST_TOKENS, find_plan
+from kitelib.backends.torch_engine.sizing import kv_blocks, most_outputs
 from kitelib.backends.torch_engine.versions import execution_versions
 from kitelib.config import Numerics, block_tokens_of
 from kitelib.errors import BackendError, ConfigError, MissingExtraError, UnsupportedOptionError
@@ -41,6 +41,8 @@ _CPU_CONTEXT = 4096
 _CPU_SEQUENCES, _CUDA_SEQUENCES = 16, 256
 _IDLE_SEQUENCES = 1024
 _CPU_ROWS, _CUDA_ROWS = 256, 4096
+_GRAPH_ROWS = 64
+"""Rows up to which decode steps with drafts are captured where fewer sequences run."""
 # Weights times tokens per second, as a first guess: of one CPU thread, of a CUDA device.
 _CPU_SPEED, _CUDA_SPEED = 1e11, 1e14
 
@@ -86,6 +88,7 @@ class TorchLoader:
         self._runner_type = DeviceRunner if self._cuda else Runner
         self._max_sequences = options.max_sequences or (_CUDA_SEQUENCES if self._cuda else _CPU_SEQUENCES)
         opened = self._open()
+        self._max_outputs = most_outputs(opened.facts.vocab_size, self._max_sequences)
         self._notes.extend(opened.notes)
         self._context_tokens = self._choose_context(opened)
         block_tokens = self._choose_block_tokens(opened)
@@ -106,6 +109,7 @@ class TorchLoader:
                 self._max_sequences + _IDLE_SEQUENCES,
                 adapters=adapters,
                 compiled=self._compiled,
+                max_outputs=self._max_outputs,
                 tile=self._tile,
             )
 
@@ -127,7 +131,7 @@ class TorchLoader:
             runner.cache,
             kernel,
             rows,
-            max_sequences=self._max_sequences,
+            max_rows=max(self._max_sequences, min(_GRAPH_ROWS, runner.max_outputs)),
             max_context=self._context_tokens,
         )
         if graphs is None:
@@ -236,6 +240,8 @@ class TorchLoader:
             repr((PLANS, CUDA_PLANS)),
             kernel.name,
             block_tokens,
+            SELF_TEST,
+            self._max_outputs,
         )
         key = hashlib.sha256(encode_fields("kite.torch.selftest", *fields, repr(sorted(states.values())))).hexdigest()
         cache = SelfTestCache(self._options.cache_dir, RowPlan)
@@ -251,7 +257,7 @@ class TorchLoader:
                 )
 
             plan = find_plan(
-                make, CUDA_PLANS if self._cuda else PLANS, opened.facts.vocab_size, self._max_sequences, sorted(states)
+                make, CUDA_PLANS if self._cuda else PLANS, opened.facts.vocab_size, self._max_outputs, sorted(states)
             )
             cache.put(key, plan)
         if plan is None:
@@ -350,7 +356,8 @@ class TorchLoader:
             notes=tuple(self._notes),
             prefill_guess=max(1.0, speed / params),
             mixes_adapters=runner.mixes_adapters,
-            draws_tokens=self._cuda,
+            draws_tokens=runner.draws_tokens,
+            max_outputs=runner.max_outputs,
         )
 
 

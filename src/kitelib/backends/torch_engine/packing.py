@@ -1,4 +1,4 @@
-"""Packs the work of one step into the rows of one forward pass, as arrays on the host."""
+"""Packs the work of one step into the rows of one forward pass, as arrays on the host, and hands out what it gave."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kitelib.abc import StepWork
+from kitelib.abc import StepResult, StepWork
 from kitelib.backends.torch_engine.blocks import BlockTables
 from kitelib.backends.torch_engine.plan import StepPlan
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PackedStep", "RowPlan", "pack"]
+__all__ = ["PackedStep", "RowPlan", "num_outputs", "pack", "step_result"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,8 +65,13 @@ class PackedStep:
 
     @property
     def is_decode(self) -> bool:
-        """Every sequence has one row, and its logits are wanted."""
-        return self.max_rows == 1 and self.num_outputs == len(self.contexts)
+        """Something is wanted of every row: each sequence has its next token, and drafts that follow it."""
+        return self.num_outputs == int(self.row_starts[-1])
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of the longest sequence, this pass included."""
+        return int(self.contexts.max())
 
     def plan(self, device: torch.device | str, *, history: bool) -> StepPlan:
         """The plan on a device; `history` for latent attention."""
@@ -80,7 +85,7 @@ class PackedStep:
             num_rows=self.num_rows,
             num_sequences=len(self.contexts),
             max_rows=self.max_rows,
-            max_context=int(self.contexts.max()),
+            max_context=self.max_context,
             row_starts=move(self.row_starts),
             contexts=move(self.contexts),
             tables=move(self.tables),
@@ -99,14 +104,18 @@ class PackedStep:
         return np.concatenate(parts).astype(np.int64)
 
 
-def pack(tables: BlockTables, work: Sequence[StepWork], rows: RowPlan, min_outputs: int) -> PackedStep:
+def num_outputs(item: StepWork) -> int:
+    """Rows of an item, its last ones, of which logits or drawn tokens are wanted."""
+    return 1 + item.drafts if item.logits or item.draws else 0
+
+
+def pack(tables: BlockTables, work: Sequence[StepWork], rows: RowPlan) -> PackedStep:
     """Lays out a step whose tokens the tables already count (`BlockTables.extend`).
 
     Args:
         tables: block tables.
         work: what to compute.
-        rows: how to pad.
-        min_outputs: pad the rows with logits to at least so many, if there are any.
+        rows: how to pad; the rows with logits are padded in the same way, if there are any.
     """
     size = tables.block_tokens
     counts = [len(item.token_ids) for item in work]
@@ -129,8 +138,9 @@ def pack(tables: BlockTables, work: Sequence[StepWork], rows: RowPlan, min_outpu
             positions[first] = item.start
     owners = np.repeat(np.arange(len(work)), counts)
     slots[:total] = block_tables[owners, positions[:total] // size] * np.int64(size) + positions[:total] % size
-    outputs = [int(row_starts[place + 1]) - 1 for place, item in enumerate(work) if item.logits or item.draws]
-    padding = [outputs[-1]] * max(0, min_outputs - len(outputs)) if outputs else []
+    ends = row_starts[1:].tolist()
+    outputs = [row for end, item in zip(ends, work, strict=True) for row in range(end - num_outputs(item), end)]
+    padding = [outputs[-1]] * (rows.padded(len(outputs)) - len(outputs)) if outputs else []
     return PackedStep(
         ids=ids,
         positions=positions,
@@ -142,4 +152,28 @@ def pack(tables: BlockTables, work: Sequence[StepWork], rows: RowPlan, min_outpu
         num_outputs=len(outputs),
         max_rows=max(counts),
         block_tokens=size,
+    )
+
+
+def step_result(
+    work: Sequence[StepWork], rows: Sequence[npt.NDArray[np.float32]], tokens: Sequence[int] = ()
+) -> StepResult:
+    """What each item gets.
+
+    Args:
+        work: the step.
+        rows: logits (vocabulary,) of each row that they are wanted of, in order.
+        tokens: drawn tokens in order, one for each `TokenDraw`.
+    """
+    row, token = iter(rows), iter(tokens)
+    logits: list[npt.NDArray[np.float32] | None] = []
+    drafts: list[Sequence[npt.NDArray[np.float32]]] = []
+    for item in work:
+        found = [next(row) for _ in range(num_outputs(item))] if item.logits else []
+        logits.append(found.pop() if found else None)
+        drafts.append(found)
+    return StepResult(
+        logits,
+        [[next(token) for _ in item.draws] for item in work] if tokens else (),
+        drafts if any(item.drafts for item in work) else (),
     )

@@ -14,7 +14,7 @@ from kitelib.backends.torch_engine.blocks import BlockTables
 from kitelib.backends.torch_engine.compiled import CompiledDecode, decode_step
 from kitelib.backends.torch_engine.linear import RowTile
 from kitelib.backends.torch_engine.lora import AdapterSet, Segment
-from kitelib.backends.torch_engine.packing import PackedStep, RowPlan, pack
+from kitelib.backends.torch_engine.packing import PackedStep, RowPlan, num_outputs, pack, step_result
 from kitelib.backends.torch_engine.payloads import PayloadLayout
 from kitelib.backends.torch_engine.plan import StepState, use_step
 from kitelib.backends.torch_engine.transfer import BlockTransfer
@@ -43,6 +43,7 @@ class Runner:
         max_sequences: sequences that may be alive, idle ones included.
         adapters: those of the model.
         compiled: a faster way to compute a step, where there is one.
+        max_outputs: rows of a step that logits or tokens may be wanted of; None means all.
         tile: of the model's packed linears, which other runners of the same model set, too.
 
     Attributes:
@@ -51,7 +52,11 @@ class Runner:
         transfer: copies blocks out and in.
         layout: form of the payloads.
         mixes_adapters: a step may have rows of several adapters.
+        max_outputs: rows of a step that logits or tokens may be wanted of.
+        draws_tokens: it can draw tokens itself.
     """
+
+    draws_tokens = False
 
     def __init__(
         self,
@@ -63,6 +68,7 @@ class Runner:
         *,
         adapters: AdapterSet | None = None,
         compiled: CompiledDecode | None = None,
+        max_outputs: int | None = None,
         tile: RowTile | None = None,
     ) -> None:
         self.tables = BlockTables(cache.num_blocks, cache.block_tokens, max_sequences, self._copy_block)
@@ -71,6 +77,7 @@ class Runner:
         self.cache = cache
         self._kernel = kernel
         self._rows = rows
+        self.max_outputs = rows.max_rows if max_outputs is None else min(max_outputs, rows.max_rows)
         self._vocab_size = int(forward.model.config.get_text_config().vocab_size)
         self._latent = any(layer.latent for layer in cache.layers)
         self._adapters = adapters
@@ -80,6 +87,21 @@ class Runner:
         self.transfer = BlockTransfer(cache)
         self._overlaps = cache.arena.device.type != "cpu"
         self._device: Any = "cpu" if cache.arena.device.type == "cpu" else cache.arena.device
+
+    @property
+    def model(self) -> Any:
+        """The ``...ForCausalLM`` module."""
+        return self._forward.model
+
+    @property
+    def kernel(self) -> AttentionKernel:
+        """How attention is computed."""
+        return self._kernel
+
+    @property
+    def rows(self) -> RowPlan:
+        """How passes are padded."""
+        return self._rows
 
     def _copy_block(self, source: int, target: int) -> None:
         self.transfer.wait()  # restored blocks may still be on their way
@@ -101,8 +123,7 @@ class Runner:
             if isinstance(error, (RuntimeError, MemoryError)):
                 raise BackendStepError(f"the model failed on a step of {packed.num_rows} rows: {error}") from error
             raise
-        found = iter(rows)
-        return StepResult([next(found) if item.logits else None for item in work])
+        return step_result(work, rows)
 
     def admit(self, work: Sequence[StepWork]) -> PackedStep:
         """Checks a step and counts its tokens in the tables.
@@ -117,6 +138,7 @@ class Runner:
             )
         if len({item.sequence for item in work}) < len(work):
             raise BackendStepError("a sequence comes twice in one step; give all its tokens in one item")
+        self._check_outputs(work)
         done = []
         try:
             for item in work:
@@ -128,13 +150,31 @@ class Runner:
                 self._check_adapter(table.adapter, work)
                 self.tables.extend(item.sequence, len(item.token_ids))
                 done.append(item)
-            packed = pack(self.tables, work, self._rows, self._rows.min_rows)
+            packed = pack(self.tables, work, self._rows)
             if packed.ids.min() < 0 or packed.ids.max() >= self._vocab_size:  # on a GPU it would be fatal
                 raise BackendStepError(f"a token id is outside 0 to {self._vocab_size - 1}")
             return packed
         except BackendError as error:
             self.take_back(done)
             raise error if isinstance(error, BackendStepError) else BackendStepError(str(error)) from error
+
+    def _check_outputs(self, work: Sequence[StepWork]) -> None:
+        for item in work:
+            if not 0 <= item.drafts < len(item.token_ids):
+                raise BackendStepError(
+                    f"{item.drafts} of the {len(item.token_ids)} tokens of sequence {item.sequence} are called drafts; "
+                    "give 0 or more, and fewer than there are tokens"
+                )
+            if item.draws and (item.logits or len(item.draws) != 1 + item.drafts or not self.draws_tokens):
+                raise BackendStepError(
+                    f"sequence {item.sequence} asks for {len(item.draws)} drawn tokens after {item.drafts} drafts; ask for "
+                    "one more than there are drafts, not for logits as well, and only where draws_tokens says so"
+                )
+        outputs = sum(map(num_outputs, work))
+        if outputs > self.max_outputs:
+            raise BackendStepError(
+                f"a step gives logits or tokens after {self.max_outputs} tokens at most, not {outputs}; send fewer drafts"
+            )
 
     def _check_adapter(self, adapter: str | None, work: Sequence[StepWork]) -> None:
         first = self.tables[work[0].sequence].adapter
@@ -162,12 +202,16 @@ class Runner:
                 found.append(Segment(int(packed.row_starts[place]), int(packed.row_starts[place + 1]), adapter))
         return found
 
-    def run(self, packed: PackedStep, segments: Sequence[Segment]) -> torch.Tensor | None:
-        """Logits (outputs, vocabulary) of a step, padding included; None if none are wanted."""
+    def run(
+        self, packed: PackedStep, segments: Sequence[Segment], kernel: AttentionKernel | None = None
+    ) -> torch.Tensor | None:
+        """Logits (outputs, vocabulary) of a step, padding included; None if none are wanted. `kernel` stands in for the
+        runner's own, in a step that wants none."""
         import torch
 
         plan = packed.plan(self._device, history=self._latent)
-        state = StepState(plan, self.cache, self._kernel, self.transfer.wait_layer if self._overlaps else None)
+        wait = self.transfer.wait_layer if self._overlaps else None
+        state = StepState(plan, self.cache, kernel or self._kernel, wait)
         self._tile.rows = self._rows.tile
         adapters = self._adapters if segments else None
         with use_step(state), nullcontext() if adapters is None else adapters.use(segments, packed.num_rows):

@@ -1,4 +1,5 @@
-"""How many KV blocks fit: on CUDA from what a profile run left free, on the CPU from what the process may still use."""
+"""How many KV blocks fit: on CUDA from what a profile run left free, on the CPU from what the process may still use; and
+how many rows of logits."""
 
 from __future__ import annotations
 
@@ -12,9 +13,12 @@ from kitelib.runtime.limits import available_memory_bytes
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CudaMemory", "DeviceMemory", "KvBudget", "kv_blocks"]
+__all__ = ["CudaMemory", "DeviceMemory", "KvBudget", "kv_blocks", "most_outputs"]
 
 _RESERVE: Final = 512 * 2**20  # graphs, library handles, and what other processes take meanwhile
+_LOGITS_BYTES: Final = 128 * 2**20
+"""Of the logits of one step in float32, unless so many sequences run at once that these alone have more. Up to 256 rows of
+128 Ki tokens."""
 
 
 class DeviceMemory(Protocol):
@@ -99,6 +103,16 @@ class KvBudget:
             f"{self.available_bytes / 2**20:,.0f} MiB that were available; a step takes up to "
             f"{self.activation_bytes / 2**20:,.0f} MiB beside them"
         )
+
+
+def most_outputs(vocab_size: int, sequences: int) -> int:
+    """Rows of a step that logits may be wanted of, drafts included: one of every sequence at least.
+
+    Args:
+        vocab_size: length of a row.
+        sequences: most sequences in a step.
+    """
+    return max(sequences, _LOGITS_BYTES // (4 * vocab_size))
 
 
 def kv_blocks(

@@ -12,16 +12,25 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kitelib.backends.llama_cpp.cells import CellMap, SequenceCells
+from kitelib.backends.llama_cpp.cells import CellMap, Cut, SequenceCells
+from kitelib.backends.llama_cpp.placing import Piece, place
 
 SIZE = 48
+GRAVEYARD = 0
 
 
 @dataclasses.dataclass
 class Cache:
-    """What the library would hold: cell -> slots that own it."""
+    """What the library would hold: cell -> slots that own it, and the position of its token."""
 
     owners: list[set[int]] = dataclasses.field(default_factory=lambda: [set() for _ in range(SIZE)])
+    positions: list[int] = dataclasses.field(default_factory=lambda: [-1] * SIZE)
+
+    def remove(self, slot: int, start: int, stop: int) -> None:
+        """`llama_memory_seq_rm`, which knows positions, but no cells."""
+        for cell, position in enumerate(self.positions):
+            if start <= position < stop:
+                self.owners[cell].discard(slot)
 
     def first_free_above(self) -> int:
         """Where the library would put the next token if nothing below the highest used cell is free."""
@@ -43,10 +52,33 @@ class World:
 
     def append(self, sequence: SequenceCells, count: int) -> None:
         count = min(count, SIZE - self.map.next_cell)
-        start = len(sequence.cells)
-        self.map.append(sequence, count)
-        for cell in sequence.cells[start:]:
-            self.cache.owners[cell].add(sequence.slot)
+        self.step([(sequence, count, 0)] if count else [])
+
+    def step(self, work: list[tuple[SequenceCells, int, int]]) -> None:
+        """Tokens and drafts of several sequences, as `LlamaContext.step` processes them."""
+        tails = [sequence for sequence in self.live if sequence.tail]
+        free = self.map.drop_tails(tails)
+        self.clear(self.map.cut())
+        holes = [cell for cell in free if cell < self.map.next_cell]
+        pieces = [Piece(sequence.cells[-1] if sequence.cells else -1, *counts) for sequence, *counts in work]
+        placement = place(pieces, holes, self.map.next_cell)
+        unfilled = set(placement.unfilled)
+        for sequence in tails:
+            for position, cell in enumerate(sequence.tail, len(sequence.cells)):
+                if cell in unfilled:
+                    unfilled.remove(cell)
+                    self.map.bury_cell(cell, position)
+                    self.cache.owners[cell].add(GRAVEYARD)
+            self.cache.remove(sequence.slot, len(sequence.cells), SIZE)
+            del sequence.tail[:]
+        for row in range(sum(tokens for _, tokens, _ in work)):  # the library: each row takes the lowest free cell
+            (index,) = [index for index, rows in enumerate(placement.rows) if row in rows]
+            cell = next(cell for cell, slots in enumerate(self.cache.owners) if not slots)
+            assert placement.cells[row] == cell
+            self.cache.owners[cell].add(work[index][0].slot)
+            self.cache.positions[cell] = len(work[index][0].cells) + list(placement.rows[index]).index(row)
+        for (sequence, _, _), rows in zip(work, placement.rows, strict=True):
+            self.map.assign(sequence, [placement.cells[row] for row in rows])
 
     def create(self) -> SequenceCells:
         self.live.append(SequenceCells(next(self.slots)))
@@ -60,56 +92,67 @@ class World:
 
     def bury_and_cut(self, sequence: SequenceCells) -> None:
         self.live.remove(sequence)
-        before = {id(each): list(each.cells) for each in [*self.map.dead, sequence]}
         self.map.bury(sequence)
-        trims, removed = self.map.cut()
-        for dead, position in trims:
-            for cell in before[id(dead)][position:]:
-                self.cache.owners[cell].discard(dead.slot)
-        for dead in removed:
-            for cell in before[id(dead)]:
-                self.cache.owners[cell].discard(dead.slot)
+        self.clear(self.map.cut())
+
+    def clear(self, cut: Cut) -> None:
+        for dead, position in cut.trims:
+            self.cache.remove(dead.slot, position, SIZE)
+        for dead in cut.removed:
+            self.cache.remove(dead.slot, 0, SIZE)
+        for position in cut.graves:
+            self.cache.remove(GRAVEYARD, position, position + 1)
 
     def compact(self) -> None:
         for dead in self.map.forget_dead():
-            for slots in self.cache.owners:
-                slots.discard(dead.slot)
+            self.cache.remove(dead.slot, 0, SIZE)
+        self.cache.remove(GRAVEYARD, 0, SIZE)
+        for sequence in self.live:
+            self.cache.remove(sequence.slot, len(sequence.cells), SIZE)
+            del sequence.tail[:]
         moved = np.arange(SIZE, dtype=np.int32)
         used = [cell for cell, slots in enumerate(self.cache.owners) if slots]
         moved[used] = np.arange(len(used))
-        owners = [self.cache.owners[cell] for cell in used]
-        self.cache.owners = owners + [set() for _ in range(SIZE - len(owners))]
+        free = SIZE - len(used)
+        self.cache.owners = [self.cache.owners[cell] for cell in used] + [set() for _ in range(free)]
+        self.cache.positions = [self.cache.positions[cell] for cell in used] + [-1] * free
         self.map.renumber(moved, self.live)
 
     def check(self) -> None:
-        live_slots = {sequence.slot for sequence in self.live}
         assert self.map.next_cell == self.cache.first_free_above()
         # No hole, so the library can only append: that is what makes every sequence ascend.
         assert self.cache.holes() == []
-        live = [cell for cell, slots in enumerate(self.cache.owners) if slots & live_slots]
+        live = {cell for sequence in self.live for cell in sequence.cells}
+        tails = {cell for sequence in self.live for cell in sequence.tail}
         assert self.map.live_cells == len(live)
-        assert self.map.wasted_cells == self.map.next_cell - len(live)
-        if live:
-            assert self.map.next_cell == live[-1] + 1  # nothing dead at the top
-        else:
-            assert self.map.next_cell == 0
+        assert self.map.wasted_cells == self.map.next_cell - len(live | tails)
+        # Nothing dead at the top, but for graves that have the position of one further down.
+        if (top := self.map.next_cell - 1) >= 0 and top not in live | tails:
+            assert top in self.map.graveyard
+            assert list(self.map.graveyard.values()).count(self.map.graveyard[top]) > 1
         for sequence in self.live:
-            cells = list(sequence.cells)
+            cells = [*sequence.cells, *sequence.tail]
             assert cells == sorted(set(cells))
             assert cells == [cell for cell, slots in enumerate(self.cache.owners) if sequence.slot in slots]
+            assert [self.cache.positions[cell] for cell in cells] == list(range(len(cells)))
         for dead in self.map.dead:
             assert list(dead.cells) == [cell for cell, slots in enumerate(self.cache.owners) if dead.slot in slots]
             # Kept only as long as it fills a hole of its own.
-            assert any(self.cache.owners[cell] - live_slots == self.cache.owners[cell] for cell in dead.cells)
+            assert any(cell not in live for cell in dead.cells)
+        graves = {
+            cell: self.cache.positions[cell] for cell, slots in enumerate(self.cache.owners) if GRAVEYARD in slots
+        }
+        assert self.map.graveyard == graves
+        assert not live & set(graves)
 
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["create", "append", "append", "share", "bury", "compact"]),
+        st.sampled_from(["create", "append", "append", "share", "bury", "compact", *["truncate", "step"] * 3]),
         st.integers(0, 9),
         st.integers(0, 12),
     ),
-    max_size=40,
+    max_size=60,
 )
 
 
@@ -127,6 +170,14 @@ def test_every_sequence_of_operations_keeps_the_promises(operations: list[tuple[
             continue
         elif name == "append":
             world.append(sequence, count)
+        elif name == "truncate":
+            world.map.take_back(sequence, max(0, len(sequence.cells) - count))
+        elif name == "step":  # some of the sequences, each with another number of drafts
+            work = [
+                (each, 1 + (count + i) % 4, (count + i) % 4) for i, each in enumerate(world.live) if (i + which) % 3
+            ]
+            if sum(tokens for _, tokens, _ in work) <= SIZE - world.map.next_cell:
+                world.step(work)
         elif name == "share":
             world.share(sequence, count)
         else:
@@ -192,3 +243,67 @@ def test_cells_as_an_array_are_a_copy() -> None:
     copy[0] = 9
     assert list(first.cells) == [0, 1, 2]
     assert copy.dtype == np.int32
+
+
+def test_rejected_drafts_at_the_top_leave_nothing() -> None:
+    world, (first, second) = world_with(3, 3)
+    world.step([(first, 3, 2), (second, 3, 2)])
+    assert list(first.cells[3:]) == [6, 8, 10]  # first all tokens that stay, then the guesses by depth
+    assert list(second.cells[3:]) == [7, 9, 11]
+    world.map.take_back(first, 4)
+    world.map.take_back(second, 4)
+    world.check()
+    world.step([(first, 1, 0)])
+    assert list(first.cells[3:]) == [6, 8]
+    assert (world.map.next_cell, world.map.wasted_cells, world.map.graveyard) == (9, 0, {})
+
+
+def test_holes_of_rejected_drafts_are_filled_by_the_next_step() -> None:
+    world, (first, second) = world_with(3, 3)
+    world.step([(first, 3, 2), (second, 3, 2)])
+    world.map.take_back(first, 4)  # leaves cells 8 and 10; the second keeps 9 and 11
+    world.step([(second, 1, 0), (first, 3, 2)])
+    assert list(first.cells[3:]) == [6, 8, 10, 13]
+    assert list(second.cells[3:]) == [7, 9, 11, 12]
+    assert (world.map.wasted_cells, world.map.graveyard) == (0, {})
+
+
+def test_a_hole_that_no_row_may_fill_is_kept_occupied() -> None:
+    world, (first, second) = world_with(3, 3)
+    world.step([(first, 3, 2), (second, 3, 2)])
+    world.map.take_back(first, 4)
+    assert world.map.wasted_cells == 0
+    world.step([(second, 2, 1)])  # all of it has to lie above cell 11
+    assert (world.map.graveyard, world.map.wasted_cells) == ({8: 4, 10: 5}, 2)
+    world.check()
+    world.step([(first, 1, 0)])
+    assert list(first.cells[3:]) == [6, 14]
+    world.compact()
+    assert (world.map.graveyard, world.map.wasted_cells, world.map.next_cell) == ({}, 0, 13)
+    world.check()
+
+
+def test_what_a_fork_still_needs_is_no_hole() -> None:
+    world, (first,) = world_with(6)
+    world.share(first, 5)
+    world.map.take_back(first, 2)
+    world.step([(first, 2, 0)])
+    assert list(first.cells) == [0, 1, 5, 6]
+    assert list(world.live[1].cells) == [0, 1, 2, 3, 4]
+    world.check()
+
+
+def test_graves_at_one_position_are_given_back_together() -> None:
+    world = World()
+    world.map.next_cell = 6
+    for cell, position in ((1, 4), (3, 7), (4, 4), (5, 8)):
+        world.map.bury_cell(cell, position)
+    world.map.append(world.create(), 0)
+    # Nothing is live, so nothing is below the top, and all can go.
+    assert world.map.cut() == Cut([], [], [4, 7, 8])
+    sequence = world.create()
+    world.map.assign(sequence, [0, 2])
+    for cell, position in ((1, 4), (3, 7), (4, 4), (5, 8)):
+        world.map.bury_cell(cell, position)
+    assert world.map.cut() == Cut([], [], [8])  # position 4 is below the top, so cell 4 stays, and cell 3 below it
+    assert (world.map.next_cell, world.map.graveyard) == (5, {1: 4, 3: 7, 4: 4})

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kitelib.abc import StepResult, StepWork
+from kitelib.abc import SequenceId, StepResult, StepWork
 from kitelib.backends.llama_cpp.blocks import StateLayout
 from kitelib.backends.llama_cpp.context import ContextOptions, LlamaContext
 from kitelib.backends.llama_cpp.library import load_library
@@ -119,12 +119,76 @@ class KvSensitive(LlamaContext):
         return payloads
 
 
-@pytest.mark.parametrize("kind", [ChunkSensitive, NeighbourSensitive, PlaceSensitive, KvSensitive])
+class OutputSensitive(LlamaContext):
+    """The last bit of one logit depends on how many rows want logits, from so many on."""
+
+    most = 34
+
+    def step(self, work: Sequence[StepWork]) -> StepResult:
+        result = super().step(work)
+        if sum(1 + item.drafts for item in work if item.logits) >= self.most:
+            nudge(result.draft_logits[0][0])
+        return result
+
+
+class DraftSensitive(LlamaContext):
+    """The logits before a draft depend on whether a piece of a prompt is in the step."""
+
+    def step(self, work: Sequence[StepWork]) -> StepResult:
+        result = super().step(work)
+        if any(not item.logits for item in work):
+            for rows in result.draft_logits:
+                for row in rows:
+                    nudge(row)
+        return result
+
+
+class SensitiveToDrafts(LlamaContext):
+    """The logits of a lone token depend on whether there are drafts beside it."""
+
+    def step(self, work: Sequence[StepWork]) -> StepResult:
+        result = super().step(work)
+        if result.draft_logits and len(work[-1].token_ids) == 1:
+            nudge(result.logits[-1])
+        return result
+
+
+class Forgetful(LlamaContext):
+    """Keeps a draft too many: it takes the next token's place."""
+
+    def truncate(self, sequence: SequenceId, num_tokens: int) -> None:
+        super().truncate(sequence, num_tokens)
+        super().truncate(sequence, num_tokens - 1)
+        super().step([StepWork(sequence, [1], num_tokens - 1, False)])
+
+
+def nudge(row: Any) -> None:
+    row[7] = np.nextafter(row[7], np.float32(np.inf))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ChunkSensitive,
+        NeighbourSensitive,
+        PlaceSensitive,
+        KvSensitive,
+        DraftSensitive,
+        SensitiveToDrafts,
+        Forgetful,
+    ],
+)
 def test_a_single_bit_that_depends_on_the_company_fails_every_plan(model: GGUFModel, kind: type[LlamaContext]) -> None:
     contexts = Contexts(model, kind)
     assert find_plan(contexts, PLANS, model.n_vocab) is None
     assert contexts.plans == list(PLANS)
     assert contexts.all_closed()
+
+
+def test_a_plan_with_too_many_outputs_is_passed_over(model: GGUFModel) -> None:
+    contexts = Contexts(model, OutputSensitive)
+    plans = (RowPlan(63, 2, 1), RowPlan(34, 2, 1), RowPlan(33, 2, 1))
+    assert find_plan(contexts, plans, model.n_vocab) == plans[2]
 
 
 class FailsAbove32Rows(LlamaContext):

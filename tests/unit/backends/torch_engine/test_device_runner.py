@@ -44,7 +44,7 @@ def runner(request: pytest.FixtureRequest, parts: Parts) -> DeviceRunner:
     runner: DeviceRunner = parts.runner(DeviceRunner, rows=rows)
     if request.param == "captured":
         runner.graphs = decode_graphs(
-            parts.forward, runner.cache, runner._kernel, rows, max_sequences=8, max_context=128, api=PlainReplay()
+            parts.forward, runner.cache, runner._kernel, rows, max_rows=8, max_context=128, api=PlainReplay()
         )
         assert runner.graphs is not None
     return runner
@@ -74,25 +74,25 @@ def test_logits_and_kv_are_those_of_a_plain_runner(parts: Parts, runner: DeviceR
 def test_drawn_tokens_come_instead_of_logits(parts: Parts, runner: DeviceRunner) -> None:
     sequences = [runner.tables.create(None) for _ in range(3)]
     work = [
-        StepWork(sequences[0], TOKENS[:9], 0, False, GREEDY),
+        StepWork(sequences[0], TOKENS[:9], 0, False, (GREEDY,)),
         StepWork(sequences[1], TOKENS[:8], 0, True),
         StepWork(sequences[2], TOKENS[:7], 0, False),
     ]
     result = runner.step(work)
     assert [logits is None for logits in result.logits] == [True, False, True]
-    assert [token is None for token in result.tokens] == [False, True, True]
+    assert [len(tokens) for tokens in result.tokens] == [1, 0, 0]
     plain = parts.runner()
-    for count, found in ((9, result.tokens[0]), (8, int(np.argmax(result.logits[1])))):
+    for count, found in ((9, result.tokens[0][0]), (8, int(np.argmax(result.logits[1])))):
         sequence = plain.tables.create(None)
         assert found == int(compute(plain, sequence, TOKENS[:count]).argmax())
     # A decode step with both kinds.
-    work = [StepWork(sequences[0], [5], 9, True), StepWork(sequences[1], [6], 8, False, GREEDY)]
+    work = [StepWork(sequences[0], [5], 9, True), StepWork(sequences[1], [6], 8, False, (GREEDY,))]
     result = runner.step(work)
     assert result.logits[0] is not None
     assert result.logits[1] is None
-    assert result.tokens[0] is None
+    assert len(result.tokens[0]) == 0
     sequence = plain.tables.create(None)
-    assert result.tokens[1] == int(compute(plain, sequence, [*TOKENS[:8], 6]).argmax())
+    assert list(result.tokens[1]) == [int(compute(plain, sequence, [*TOKENS[:8], 6]).argmax())]
 
 
 def test_a_step_is_counted_at_its_start_and_taken_back_if_it_fails(

@@ -72,7 +72,7 @@ def test_the_host_draws_the_same_token(size: int, params: SamplingParams) -> Non
     random = np.random.default_rng([size, int(params.temperature * 10)])
     rows = 12
     logits = (random.standard_normal((rows, size)) * random.choice([0.5, 3.0], (rows, 1))).astype(np.float32)
-    draws = [_sampler(params, size, seed).draw() for seed in range(rows)]
+    draws = [_sampler(params, size, seed).draws(1)[0] for seed in range(rows)]
     drawn = _sample(torch.from_numpy(logits), draws)
     clear = 0
     for seed, draw in enumerate(draws):

@@ -11,6 +11,7 @@ import torch
 
 from kitelib.abc import SequenceId, StepWork, TokenDraw
 from kitelib.backends.torch_engine.attention import ATTENTION, register_attention
+from kitelib.backends.torch_engine.device_runner import DeviceRunner
 from kitelib.backends.torch_engine.forward import Forward, probe_layers
 from kitelib.backends.torch_engine.graphed import capture, decode_batch, decode_graphs
 from kitelib.backends.torch_engine.graphs import DecodeGraphs
@@ -18,13 +19,12 @@ from kitelib.backends.torch_engine.kernels.gathered import GatheredAttention
 from kitelib.backends.torch_engine.packing import RowPlan
 from kitelib.backends.torch_engine.pages import LayerShape, PagedCache
 from kitelib.backends.torch_engine.plan import StepPlan, StepState, use_step
-from kitelib.backends.torch_engine.runner import Runner
 from tests.support.hf_folders import ARCHITECTURES, write_model
 
 _GREEDY = TokenDraw(0.0, 0, 1.0, 0.0, 0.0)
 
 
-def _parts(tmp_path: Path, architecture: str, rows: RowPlan) -> tuple[Runner, DecodeGraphs | None]:
+def _parts(tmp_path: Path, architecture: str, rows: RowPlan) -> tuple[DeviceRunner, DecodeGraphs | None]:
     from transformers import AutoModelForCausalLM
 
     register_attention()
@@ -34,11 +34,11 @@ def _parts(tmp_path: Path, architecture: str, rows: RowPlan) -> tuple[Runner, De
     layers = probe_layers(model, architecture)
     forward = Forward(model, latent=any(layer.latent for layer in layers))
     cache, kernel = PagedCache(layers, 60, 8, torch.float32, "cpu"), GatheredAttention()
-    graphs = decode_graphs(forward, cache, kernel, rows, max_sequences=6, max_context=80)
-    return Runner(forward, cache, kernel, rows, 20), graphs
+    graphs = decode_graphs(forward, cache, kernel, rows, max_rows=6, max_context=80)
+    return DeviceRunner(forward, cache, kernel, rows, 20), graphs
 
 
-def _start(runner: Runner, length: int) -> SequenceId:
+def _start(runner: DeviceRunner, length: int) -> SequenceId:
     sequence = runner.tables.create(None)
     runner.step([StepWork(sequence, [(5 * i + length) % 300 + 3 for i in range(length)], 0, False)])
     return sequence
@@ -57,7 +57,7 @@ def test_steps_through_graphs_are_the_runners_steps(architecture: str, tmp_path:
         work = [StepWork(each, [17 + step], length + step, True) for each, length in zip(twins, lengths, strict=True)]
         expected = np.stack([row for row in runner.step(work).logits if row is not None])
         work = [
-            StepWork(each, [17 + step], length + step, False, _GREEDY)
+            StepWork(each, [17 + step], length + step, False, (_GREEDY,))
             for each, length in zip(sequences, lengths, strict=True)
         ]
         packed = runner.admit(work)

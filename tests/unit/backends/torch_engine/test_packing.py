@@ -43,21 +43,21 @@ def test_rows_of_a_mixed_step() -> None:
     for item in work:
         tables.extend(item.sequence, len(item.token_ids))
     # Blocks, from the end of the free list: first has 0 and, later, 8; second has 6 and 4.
-    packed = pack(tables, work, RowPlan(8, 64), 3)
+    packed = pack(tables, work, RowPlan(8, 64))
     assert packed.ids.tolist() == [10, 11, 12, 13, 20, 0, 0, 0]
     assert packed.positions.tolist() == [3, 4, 5, 6, 5, 0, 0, 0]
     assert packed.slots.tolist() == [3, 32, 33, 34, 17, -1, -1, -1]
     assert packed.row_starts.tolist() == [0, 4, 5]
     assert packed.contexts.tolist() == [7, 6]
     assert packed.tables.tolist() == [[0, 8], [6, 4]]
-    assert packed.select.tolist() == [4, 4, 4]  # the last one again, as padding
+    assert packed.select.tolist() == [4] * 8  # the last one again, as padding
     assert (packed.num_outputs, packed.max_rows, packed.num_rows, packed.is_decode) == (1, 4, 8, False)
 
 
 def test_step_without_logits_selects_no_row() -> None:
     tables, (sequence,) = tables_with(0)
     tables.extend(sequence, 2)
-    packed = pack(tables, [StepWork(sequence, [1, 2], 0, False)], RowPlan(4, 64), 4)
+    packed = pack(tables, [StepWork(sequence, [1, 2], 0, False)], RowPlan(4, 64))
     assert (packed.select.tolist(), packed.num_outputs) == ([], 0)
 
 
@@ -65,17 +65,17 @@ def test_step_without_logits_selects_no_row() -> None:
 def test_one_row_for_everybody_is_a_decode_step(draw: TokenDraw | None) -> None:
     tables, sequences = tables_with(4, 1, 7)
     work = [
-        StepWork(sequence, [30 + place], length, draw is None, draw)
+        StepWork(sequence, [30 + place], length, draw is None, () if draw is None else (draw,))
         for place, (sequence, length) in enumerate(zip(sequences, (4, 1, 7), strict=True))
     ]
     for item in work:
         tables.extend(item.sequence, 1)
-    packed = pack(tables, work, RowPlan(1, 64), 1)
+    packed = pack(tables, work, RowPlan(1, 64))
     assert packed.is_decode
     assert packed.select.tolist() == [0, 1, 2]
     assert packed.positions.tolist() == [4, 1, 7]
     without = [*work[:2], StepWork(sequences[2], [32], 7, False)]
-    assert not pack(tables, without, RowPlan(1, 64), 1).is_decode
+    assert not pack(tables, without, RowPlan(1, 64)).is_decode
 
 
 def test_every_real_row_has_a_slot_of_its_own() -> None:
@@ -90,7 +90,7 @@ def test_every_real_row_has_a_slot_of_its_own() -> None:
             tables.extend(sequence, length)
             tables.extend(sequence, count)
             work.append(StepWork(sequence, list(range(count)), length, bool(rng.integers(2))))
-        packed = pack(tables, work, RowPlan(1, 64, 8), 2)
+        packed = pack(tables, work, RowPlan(1, 64, 8))
         total = sum(counts)
         assert len(set(packed.slots[:total].tolist())) == total
         assert (packed.slots[total:] == -1).all()
@@ -107,10 +107,10 @@ def test_plan_lists_all_slots_for_latent_attention() -> None:
     work = [StepWork(first, [1, 2], 3, True), StepWork(second, [3], 4, True)]
     for item in work:
         tables.extend(item.sequence, len(item.token_ids))
-    plan = pack(tables, work, RowPlan(8, 64), 1).plan("cpu", history=True)
+    plan = pack(tables, work, RowPlan(8, 64)).plan("cpu", history=True)
     assert plan.history is not None
     found = plan.history.tolist()
     # Blocks 0 and 4 hold the first sequence's five tokens, 6 and 8 the second's.
     assert found == [0, 1, 2, 3, 16, 24, 25, 26, 27, 32]
     assert (plan.num_rows, plan.num_real, plan.num_sequences, plan.max_context) == (8, 3, 2, 5)
-    assert pack(tables, work, RowPlan(8, 64), 1).plan("cpu", history=False).history is None
+    assert pack(tables, work, RowPlan(8, 64)).plan("cpu", history=False).history is None

@@ -54,6 +54,16 @@ def test_a_decode_step_of_unlike_lengths_goes_one_by_one():
     torch.testing.assert_close(attend(KERNEL, decode, cache).double(), reference(decode), rtol=0, atol=2e-6)
 
 
+def test_drafts_as_sequences_of_their_own_see_those_before_them():
+    shape = Shape(window=33)
+    case = Case(shape, [90, 77])
+    tables, num_blocks = spread(case)
+    cache = fresh_cache(shape, num_blocks, math.nan)
+    attend(KERNEL, make_pass(case, [(0, 85, 85), (1, 76, 76)], tables), cache)
+    decode = make_pass(case, [*((0, end, 1) for end in range(86, 91)), (1, 77, 1)], tables)
+    torch.testing.assert_close(attend(KERNEL, decode, cache).double(), reference(decode), rtol=0, atol=2e-6)
+
+
 def test_new_rows_go_to_their_slots_and_nowhere_else():
     shape = Shape(block=8)
     case = Case(shape, [20])

@@ -102,6 +102,19 @@ def _rows_of(shape, kernel, passes, threads=1):
 
 
 @needs_library
+@each_kernel
+@pytest.mark.parametrize("window", [0, 50])
+def test_drafts_as_sequences_of_their_own_have_the_bits_of_one_sequence(window, kernel):
+    """Five rows that have the same blocks and one token more each: each sees the KV of those before it."""
+    shape = Shape(9, 3, 64, dtype=torch.bfloat16, window=window)
+    whole = _rows_of(shape, kernel, [[(0, 195, 195)], [(0, 200, 5)]])
+    for threads in (1, 3):
+        apart = [(0, end, 1) for end in range(196, 201)]
+        assert torch.equal(_rows_of(shape, kernel, [[(0, 195, 195)], [(1, 60, 1), *apart, (2, 9, 1)]], threads), whole)
+        assert torch.equal(_rows_of(shape, kernel, [[(0, 195, 195)], apart[::-1]], threads)[-5:].flip(0), whole[-5:])
+
+
+@needs_library
 def test_many_decoding_sequences_have_the_bits_of_one():
     """With many sequences a thread does all KV heads of one at once."""
     shape = Shape(9, 3, 64, dtype=torch.bfloat16)

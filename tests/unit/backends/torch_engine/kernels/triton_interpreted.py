@@ -17,9 +17,13 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
 from kitelib.backends.torch_engine.kernels import triton_attention
+from kitelib.backends.torch_engine.kernels.gathered import GatheredAttention
 from kitelib.backends.torch_engine.kernels.triton_attention import TritonAttention
 from kitelib.backends.torch_engine.pages import LayerShape, PagedCache
 from kitelib.backends.torch_engine.plan import StepPlan
+from tests.support.attention_cases import Case as PassCase
+from tests.support.attention_cases import Shape as PassShape
+from tests.support.attention_cases import attend, fresh_cache, make_pass, reference, spread
 
 torch.set_num_threads(1)
 
@@ -318,3 +322,23 @@ def test_bits(dtype: torch.dtype, window: int, softcap: float, monkeypatch: pyte
             rows = [(row, row + 1) for row in range(start, tokens)][1 + others :: 5]
             decoded = bits_in(sized, content, rows, others=others, block_seed=4)
             assert torch.equal(decoded, whole[1 + others :: 5])
+
+
+@pytest.mark.parametrize(("window", "bitwise"), [(0, True), (70, True), (0, False)])
+def test_drafts_bits_as_sequences_of_their_own(window: int, bitwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with the same blocks and one token more each, as a captured decode step has them: each sees the KV of those
+    before it, and has the bits of rows of one sequence where bits matter."""
+    monkeypatch.setattr(triton_attention, "FIXED_SPAN", 64)
+    shape = PassShape(6, 2, 16, dtype=torch.float16, window=window)
+    case = PassCase(shape, [200, 90])
+    tables, num_blocks = spread(case)
+    first = [(0, 195, 195), (1, 89, 89)]
+    found = []
+    for parts in ([(0, 200, 5), (1, 90, 1)], [*((0, end, 1) for end in range(196, 201)), (1, 90, 1)]):
+        cache = fresh_cache(shape, num_blocks, FILLING)
+        kernel = TritonAttention(shape.block, bitwise=bitwise, max_context=1 << 20, num_sms=20, architecture=90)
+        attend(GatheredAttention(), make_pass(case, first, tables), cache)
+        step = make_pass(case, parts, tables)
+        found.append(attend(kernel, step, cache))
+        torch.testing.assert_close(found[-1].double(), reference(step), atol=TOLERANCES[shape.dtype], rtol=0)
+    assert torch.equal(*found) or not bitwise

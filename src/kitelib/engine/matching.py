@@ -1,0 +1,152 @@
+"""Other wordings of a question, for requests with ``mode="semantic"``, and vectors of questions, for drafts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from kitelib.abc import Backend
+from kitelib.config import ReusePolicy
+from kitelib.engine.request import Request
+from kitelib.engine.verifying import AnswerTokens, Ask, NearQuestions, Verifier
+from kitelib.errors import UnsupportedOptionError
+from kitelib.fingerprint import Fingerprint
+from kitelib.runtime.threads import ThreadDoor
+from kitelib.stores.pool import RUPool
+from kitelib.upcycle.recycler import Recycler
+from kitelib.yoco.canonical import LEVELS
+from kitelib.yoco.encoder import Encoder, Vector, load_encoder, question_vector
+from kitelib.yoco.wordings import Question, Wording, Wordings
+
+__all__ = ["Matcher", "open_encoder"]
+
+_LOG = logging.getLogger("kitelib.matching")
+_UNIT_BYTES: Final = 4096  # set aside for a wording on its way to the pool
+
+Spawn = Callable[[str, Callable[[], Awaitable[None]]], None]
+
+
+async def open_encoder(wanted: str | Encoder | None, door: ThreadDoor) -> Encoder | None:
+    """The encoder of that name, or the one that is given. Raises as `load_encoder`."""
+    return await door.run(lambda: load_encoder(wanted)) if isinstance(wanted, str) else wanted
+
+
+class Matcher:
+    """Finds which stored question may be answered instead of one that is asked. Used on the event loop; one per loaded
+    model.
+
+    Args:
+        backend: the model.
+        pool: has the stored wordings.
+        recycler: takes new ones.
+        door: to the threads.
+        spawn: runs a supervised task.
+        encoder: makes vectors of questions; None without one.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        pool: RUPool,
+        recycler: Recycler,
+        door: ThreadDoor,
+        spawn: Spawn,
+        encoder: Encoder | None,
+    ) -> None:
+        self._backend = backend
+        self._pool = pool
+        self._recycler = recycler
+        self._door = door
+        self._spawn = spawn
+        self._encoder = encoder
+        self._wordings = Wordings(pool, backend.info)
+        self._near = None if encoder is None else NearQuestions(door, encoder.dimensions)
+        self._verifier: Verifier | None = None
+
+    @property
+    def encodes(self) -> bool:
+        """Whether there is an encoder."""
+        return self._encoder is not None
+
+    async def vector(self, question: Question) -> Vector | None:
+        """The question's vector; None if it has none."""
+        encoder = self._encoder
+        return None if encoder is None else await self._door.run(lambda: question_vector(encoder, question.text))
+
+    async def wording(
+        self, root: Fingerprint, question: Question, policy: ReusePolicy, vector: Vector | None, ask: Ask
+    ) -> Wording | None:
+        """The stored wording whose units may answer the question; None if there is none. Whatever goes wrong is a miss.
+
+        Args:
+            root: of the request's fingerprints.
+            question: what is asked.
+            policy: how alike they must be.
+            vector: of the question, where near ones are wanted.
+            ask: asks the model within the request's namespace.
+        """
+        found = await self._wordings.find(root, question, policy.level)
+        if found is not None or not policy.neighbours or self._near is None:
+            return found
+        if self._verifier is None:
+            await self._start_verifier(ask)
+        if self._verifier is None or not self._verifier.qualified:
+            return None
+        near = await self._near.find(root, question, vector, self._verifier, ask=ask)
+        return None if near is None else await self._wordings.find(root, near, policy.level)
+
+    async def _start_verifier(self, ask: Ask) -> None:
+        """The model has to show that it can judge before anybody is given what it says; nobody waits for that."""
+        backend = self._backend
+        try:
+            tokens = await self._door.run(
+                lambda: AnswerTokens.of(lambda text: backend.tokenize(text, add_special=False))
+            )
+        except UnsupportedOptionError as error:
+            _LOG.warning("%s", error)
+            return
+        if self._verifier is None:
+            verifier = self._verifier = Verifier(ask, tokens)
+
+            async def qualify() -> None:
+                await verifier.qualify()
+
+            self._spawn("qualify", qualify)
+
+    def finished(self, request: Request) -> None:
+        """The request is answered: from now on its question stands for all that ask the same."""
+        question, run = request.question, request.branches[0].run
+        if question is None or request.policy.mode != "semantic" or request.wording is not None or not run.shared:
+            return
+        root, near = run.chain.root, self._near
+        for level in LEVELS:
+            if self._pool.contains(self._wordings.wanted(root, question, level)):
+                continue
+            if self._recycler.reserve(_UNIT_BYTES, 1):
+                unit = self._wordings.unit(root, question, level, request.prompt, epoch=run.epoch)
+                self._recycler.submit([unit], _UNIT_BYTES, run.epoch, root)
+        vector = request.vector
+        if near is not None and vector is not None and request.policy.neighbours:
+            kept, known = near, (root, question, vector)
+
+            async def remember() -> None:
+                await kept.remember(*known)
+
+            self._spawn("remember", remember)
+
+    async def forget(self) -> None:
+        """Nothing that was asked before counts any more."""
+        if self._verifier is not None:
+            self._verifier.clear()
+        if self._near is not None:
+            await self._near.clear()
+
+    def stats(self) -> dict[str, Any]:
+        """For `KiteEngine.stats`."""
+        qualification = None if self._verifier is None else self._verifier.qualification
+        return {
+            "encoder_bytes": 0 if self._encoder is None else self._encoder.num_bytes,
+            "near_questions": 0 if self._near is None else len(self._near),
+            "judge": "" if qualification is None else qualification.note,
+        }

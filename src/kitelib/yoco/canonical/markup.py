@@ -1,0 +1,51 @@
+"""Normal form of long texts: for fingerprints of a text that may be laid out in any way."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from kitelib.yoco.canonical.characters import fold_characters
+
+__all__ = ["HEAD_CHARACTERS", "TAIL_CHARACTERS", "normalise"]
+
+HEAD_CHARACTERS: Final = 16384
+TAIL_CHARACTERS: Final = 16384
+"""A normal form longer than both is cut to its head and its tail, with the count of what was left out between them."""
+
+# Bounded, so that a text of opening signs takes linear time.
+_COMMENT: Final = re.compile(r"<!--.{0,2000}?-->", re.DOTALL)
+_TAG: Final = re.compile(r"</?[a-zA-Z][^<>]{0,500}>")
+_ENTITY: Final = re.compile(r"&(?:amp|lt|gt|quot|apos|nbsp|#39);")
+_ENTITIES: Final = {"&amp;": "&", "&lt;": "<", "&gt;": ">", "&quot;": '"', "&apos;": "'", "&#39;": "'", "&nbsp;": " "}
+_LINK: Final = re.compile(r"!?\[([^\[\]\n]{0,500})\]\([^()\s]{0,500}\)")
+_LINE_START: Final = re.compile(
+    r"^[ \t]{0,8}(?:#{1,6}[ \t]+|>[ \t]?|[*+-][ \t]+|```[\w+-]{0,20}[ \t]*$|[-*_=]{3,80}[ \t]*$)", re.MULTILINE
+)
+_EMPHASIS: Final = re.compile(r"(?<![\w*])(\*{1,3}|_{1,3}|~~|`{1,2})(?=\S)([^*_~`\n]{1,500})(?<=\S)\1(?![\w*])")
+
+
+def normalise(text: str) -> str:
+    """A text without HTML and Markdown marks, in one width and case, white space joined; long ones cut.
+
+    Unlike a `signature` it keeps every word, number and punctuation mark. Deterministic; linear time.
+
+    Args:
+        text: any text, also one with lone surrogates.
+
+    Returns:
+        At most `HEAD_CHARACTERS` + `TAIL_CHARACTERS` characters and the mark of the cut, which tells how many
+        characters were left out and so keeps texts of different lengths apart.
+    """
+    if "<" in text:
+        text = _TAG.sub(" ", _COMMENT.sub(" ", text))
+    if "&" in text:
+        text = _ENTITY.sub(lambda found: _ENTITIES[found[0]], text)
+    if "[" in text:
+        text = _LINK.sub(r"\1", text)
+    text = _EMPHASIS.sub(r"\2", _LINE_START.sub("", text))
+    text = " ".join(fold_characters(text).split())
+    left_out = len(text) - HEAD_CHARACTERS - TAIL_CHARACTERS
+    if left_out <= 0:
+        return text
+    return f"{text[:HEAD_CHARACTERS]} … {left_out} … {text[-TAIL_CHARACTERS:]}"

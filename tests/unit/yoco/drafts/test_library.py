@@ -1,0 +1,198 @@
+"""What the library keeps: bounded, tenants apart, new before old."""
+
+from __future__ import annotations
+
+import gc
+import random
+import tracemalloc
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kitelib.yoco.drafts import Asked, DraftLibrary
+
+ROOT, OTHER = b"r" * 32, b"o" * 32
+
+
+def asked(number: int, *, dimensions: int = 0) -> Asked:
+    vector = None
+    if dimensions:
+        vector = np.random.default_rng(number).standard_normal(dimensions).astype(np.float32)
+        vector /= np.linalg.norm(vector)
+    block, end = (f"{kind}{number}".encode().ljust(32) for kind in ("block", "end"))
+    return Asked([block], end, f"sign{number}".encode().ljust(32), vector)
+
+
+def answer_of(number: int, length: int = 48) -> list[int]:
+    source = random.Random(number)
+    return [source.randrange(40_000) for _ in range(length)]
+
+
+def proposed(
+    library: DraftLibrary, root: bytes, of: Asked, said: Sequence[int] = ()
+) -> tuple[str, tuple[int, ...]] | None:
+    drafter = library.drafter(root, [], of)
+    for token in said:
+        drafter.advance(token)
+    proposal = drafter.propose(4)
+    return None if proposal is None else (proposal.source, proposal.token_ids)
+
+
+def test_nothing_crosses_roots() -> None:
+    library = DraftLibrary()
+    for number in range(20):
+        library.add(ROOT, asked(number, dimensions=8), [1, 2, 3, 4, number + 10])
+    for said in ([], [1], [1, 2, 3]):
+        assert proposed(library, ROOT, asked(3, dimensions=8), said) is not None
+        assert proposed(library, OTHER, asked(3, dimensions=8), said) is None
+
+
+def test_rates_learned_for_one_root_do_not_show_in_another() -> None:
+    library = DraftLibrary()
+    for root in (ROOT, OTHER):
+        library.add(root, asked(1), answer_of(1))
+    before = library.drafter(OTHER, [], asked(1)).propose(4)
+    for number in range(2, 60):
+        drafter = library.drafter(ROOT, [], asked(1))
+        for token in answer_of(number):
+            drafter.advance(token)
+    assert library.drafter(OTHER, [], asked(1)).propose(4) == before
+
+
+def test_the_same_prompt_keeps_its_latest_answer() -> None:
+    library = DraftLibrary()
+    library.add(ROOT, asked(1), answer_of(1))
+    library.add(ROOT, asked(1), answer_of(2))
+    assert proposed(library, ROOT, asked(1)) == ("same prompt", tuple(answer_of(2)[:4]))
+    assert library.stats()["completions"] == 1
+    assert library.stats()["tokens"] == 48
+
+
+def test_an_empty_answer_is_not_kept() -> None:
+    library = DraftLibrary()
+    library.add(ROOT, asked(1), [])
+    assert library.stats() == {"completions": 0, "tokens": 0, "bytes": 0}
+
+
+@pytest.mark.parametrize("dimensions", [0, 64])
+def test_endless_adds_stay_within_bounds_and_the_latest_stay(dimensions: int) -> None:
+    limit = 600_000
+    library = DraftLibrary(limit)
+    for number in range(1500):
+        length = 3000 if number % 100 == 99 else 30
+        library.add(ROOT, asked(number, dimensions=dimensions), answer_of(number, length))
+        assert library.num_bytes <= limit
+    assert library.num_bytes > limit // 4
+    latest = asked(1498, dimensions=dimensions)
+    assert proposed(library, ROOT, latest) == ("same prompt", tuple(answer_of(1498, 30)[:4]))
+    assert proposed(library, ROOT, asked(0, dimensions=dimensions)) in (None, ("answers", ()))
+    # Phrases of the latest answers are known without their prompts, and so are those of the generation before.
+    assert proposed(library, ROOT, asked(9999), answer_of(1497, 30)[5:10]) == (
+        "answers",
+        tuple(answer_of(1497, 30)[10:14]),
+    )
+
+
+def test_the_root_used_least_recently_goes_first() -> None:
+    library = DraftLibrary(400_000)
+    roots = [bytes([number]) * 32 for number in range(100)]
+    for root in roots:
+        library.add(root, asked(1), answer_of(1))
+        library.drafter(roots[0], [], asked(1))  # used all the time
+        assert library.num_bytes <= 400_000
+    left = list(library._roots)
+    assert roots[0] in left
+    assert 5 < len(left) < 100
+    assert left[:-2] == roots[-len(left) + 1 : -1]
+    assert proposed(library, roots[1], asked(1)) is None
+
+
+def test_asking_alone_does_not_grow_without_bound() -> None:
+    library = DraftLibrary(200_000)
+    for number in range(500):
+        library.drafter(number.to_bytes(32, "big"), [1, 2], asked(1))
+        assert library.num_bytes <= 200_000
+
+
+@pytest.mark.parametrize("max_bytes", [0, 1000, 20_000])
+def test_a_library_too_small_for_anything_keeps_nothing_and_still_drafts(max_bytes: int) -> None:
+    library = DraftLibrary(max_bytes)
+    for number in range(30):
+        library.add(ROOT, asked(number), answer_of(number, 200))
+        assert library.num_bytes <= max_bytes
+    drafter = library.drafter(ROOT, [5, 6, 7, 8, 9], asked(99))
+    for token in (5, 6, 7):
+        drafter.advance(token)
+    proposal = drafter.propose(2)
+    assert proposal is not None
+    assert proposal.token_ids[0] == 8
+
+
+@pytest.mark.parametrize("dimensions", [0, 128])
+def test_bytes_are_counted_about_as_they_are(dimensions: int) -> None:
+    asks = [asked(number, dimensions=dimensions) for number in range(600)]
+    texts = [answer_of(number) for number in range(600)]
+    gc.collect()
+    tracemalloc.start()
+    try:
+        library = DraftLibrary()
+        before = tracemalloc.get_traced_memory()[0]
+        for each, text in zip(asks, texts, strict=True):
+            fields = (
+                [bytes(bytearray(each.fingerprints[0]))],
+                bytes(bytearray(each.end)),
+                bytes(bytearray(each.signature or b"")),
+            )
+            library.add(ROOT, Asked(*fields, each.vector), [int(str(token)) for token in text])
+        gc.collect()
+        held = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert 0.85 * held < library.num_bytes < 1.5 * held
+
+
+def test_a_long_answer_enters_piece_by_piece_and_in_order() -> None:
+    library = DraftLibrary()
+    long, short = answer_of(1, 1000), answer_of(2)
+    library.add(ROOT, asked(1), long)
+    assert proposed(library, ROOT, asked(90), long[100:104]) == ("answers", tuple(long[104:108]))
+    library.add(ROOT, asked(2), short)
+    for _ in range(6):
+        library.drafter(ROOT, [], asked(91))
+    assert proposed(library, ROOT, asked(92), long[900:904]) == ("answers", tuple(long[904:908]))
+    assert proposed(library, ROOT, asked(93), short[20:24]) == ("answers", tuple(short[24:28]))
+
+
+def test_a_drafter_goes_on_when_its_root_is_gone() -> None:
+    library = DraftLibrary()
+    library.add(ROOT, asked(1), answer_of(1))
+    drafter = library.drafter(ROOT, [], asked(1))
+    library.clear()
+    assert library.stats() == {"completions": 0, "tokens": 0, "bytes": 0}
+    for token in answer_of(1)[:10]:
+        drafter.advance(token)
+    proposal = drafter.propose(4)
+    assert proposal is not None
+    assert proposal.token_ids == tuple(answer_of(1)[10:14])
+    assert proposed(library, ROOT, asked(1)) is None
+
+
+def test_neighbours_below_the_threshold_are_left_out_and_the_nearest_come_first() -> None:
+    library = DraftLibrary()
+    for number, vector in enumerate([(1.0, 0.0), (0.8, 0.6), (0.6, 0.8), (0.0, 1.0), (-1.0, 0.0)]):
+        library.add(ROOT, Asked([], bytes([number]), None, np.asarray(vector, dtype=np.float32)), [number + 1] * 5)
+    drafter = library.drafter(ROOT, [], Asked([], b"new", None, np.asarray((1.0, 0.0), dtype=np.float32)))
+    assert [ord(follower.text[0]) for follower in drafter._stored] == [1, 2, 3]
+    other = Asked([], b"new", None, np.ones(7, dtype=np.float32))  # from another encoder
+    assert library.drafter(ROOT, [], other)._stored == []
+
+
+def test_neighbours_whose_answer_is_gone_are_not_found() -> None:
+    library = DraftLibrary(300_000)
+    for number in range(600):
+        library.add(ROOT, asked(number, dimensions=32), answer_of(number))
+    drafter = library.drafter(ROOT, [], Asked([], b"new", None, asked(0, dimensions=32).vector))
+    assert answer_of(0)[0] not in [ord(follower.text[0]) for follower in drafter._stored]
+    latest = library.drafter(ROOT, [], Asked([], b"new", None, asked(599, dimensions=32).vector))
+    assert ord(latest._stored[0].text[0]) == answer_of(599)[0]
