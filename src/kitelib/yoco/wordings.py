@@ -31,8 +31,9 @@ __all__ = ["MAX_TEXT_BYTES", "Question", "Wording", "Wordings", "question_of"]
 _LOG = logging.getLogger("kitelib.wordings")
 
 LAYOUT: Final = "kite.wording"
-MAX_TEXT_BYTES: Final = 2**15
-"""Most UTF-8 bytes of a question: longer messages are documents, which nobody words twice."""
+MAX_TEXT_BYTES: Final = 2**12
+"""Most UTF-8 bytes of a question: longer messages are documents, which nobody words twice, and whose signature would
+take more than a millisecond of the event loop."""
 
 _PATIENCE_S: Final = 0.25  # an outer tier that takes longer is no gain over computing a question
 _NO_TOKENS: Final[tuple[int, ...]] = ()
@@ -52,7 +53,7 @@ class Question:
 
     def signature(self, level: Level) -> str:
         """The signature of the text."""
-        return signature(self.text, level)
+        return _signature(self.text, level)
 
     def digest(self, level: Level) -> bytes:
         """SHA-256 of what all wordings of the question share, 32 bytes."""
@@ -200,9 +201,14 @@ class Wordings:
             text = data[4 : 4 + num_bytes].decode("utf-8", "surrogatepass")
         except UnicodeDecodeError:
             return None
-        if signature(text, level) != question.signature(level):
+        if _signature(text, level) != question.signature(level):
             return None
         return Wording(text, token_ids, source)
+
+
+@functools.lru_cache(maxsize=256)  # at most 256 texts of MAX_TEXT_BYTES and their signatures
+def _signature(text: str, level: Level) -> str:
+    return signature(text, level)
 
 
 @functools.lru_cache(maxsize=256)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -35,23 +36,28 @@ def kite() -> Kite:
 
 
 @pytest.fixture
-def kite_pool(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Callable[..., tuple[int, str, str]]:
-    """``kite_pool("stats", ...)``: `kite pool ...` in this process; gives exit code, standard output and error. The
-    user's cache folder is an empty one."""
-    monkeypatch.delenv("KITE_REDIS_URL", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def kite_here(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """``kite_here("lint", ...)``: the command in this process; gives exit code, standard output and error."""
 
     def command(*arguments: Any) -> tuple[int, str, str]:
         capsys.readouterr()
         try:
-            code = cli.main(["pool", *map(str, arguments)])
+            code = cli.main([*map(str, arguments)])
         except SystemExit as error:  # argparse
             code = int(error.code or 0)
         return code, *capsys.readouterr()
 
     return command
+
+
+@pytest.fixture
+def kite_pool(
+    kite_here: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., tuple[int, str, str]]:
+    """``kite_pool("stats", ...)``: as `kite_here`, with an empty folder as the user's cache."""
+    monkeypatch.delenv("KITE_REDIS_URL", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return functools.partial(kite_here, "pool")
 
 
 @pytest.fixture(scope="session")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import anyio.to_thread
 import pytest
 
 from kitelib import KiteEngine
-from kitelib.cli import main as cli
 from kitelib.cli.explain import Explanation, common_length, explain
 from kitelib.cli.prompts import Prompt
 from kitelib.cli.screen import LoadProgress
@@ -56,13 +55,8 @@ Of B's 71 words, once A was computed:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def command(*arguments: Any) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = cli.main(["explain", *map(str, arguments)])
-        return code, *capsys.readouterr()
-
-    return command
+def run(kite_here: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[int, str, str]]:
+    return functools.partial(kite_here, "explain")
 
 
 @pytest.fixture

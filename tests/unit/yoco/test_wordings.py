@@ -262,5 +262,5 @@ async def test_a_unit_never_collides_with_a_completion() -> None:
 
 
 def test_too_long_a_question_makes_no_unit() -> None:
-    with pytest.raises(FormatError, match="longer than the 32768 that are kept"):
+    with pytest.raises(FormatError, match="longer than the 4096 that are kept"):
         unit(Question("x" * (MAX_TEXT_BYTES + 1), REST))

@@ -161,7 +161,7 @@ class DecodeForward(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class DecodeBatch:
-    """The next token of some sequences.
+    """The next token of some sequences; drafts that follow it are sequences of their own, with the same blocks.
 
     Attributes:
         ids: int64 (sequences,): token ids.

@@ -14,7 +14,6 @@ TAIL_CHARACTERS: Final = 16384
 """A normal form longer than both is cut to its head and its tail, with the count of what was left out between them."""
 
 # Bounded, so that a text of opening signs takes linear time.
-_COMMENT: Final = re.compile(r"<!--.{0,2000}?-->", re.DOTALL)
 _TAG: Final = re.compile(r"</?[a-zA-Z][^<>]{0,500}>")
 _ENTITY: Final = re.compile(r"&(?:amp|lt|gt|quot|apos|nbsp|#39);")
 _ENTITIES: Final = {"&amp;": "&", "&lt;": "<", "&gt;": ">", "&quot;": '"', "&apos;": "'", "&#39;": "'", "&nbsp;": " "}
@@ -38,7 +37,7 @@ def normalise(text: str) -> str:
         characters were left out and so keeps texts of different lengths apart.
     """
     if "<" in text:
-        text = _TAG.sub(" ", _COMMENT.sub(" ", text))
+        text = _TAG.sub(" ", _without_comments(text))
     if "&" in text:
         text = _ENTITY.sub(lambda found: _ENTITIES[found[0]], text)
     if "[" in text:
@@ -49,3 +48,11 @@ def normalise(text: str) -> str:
     if left_out <= 0:
         return text
     return f"{text[:HEAD_CHARACTERS]} … {left_out} … {text[-TAIL_CHARACTERS:]}"
+
+
+def _without_comments(text: str) -> str:
+    parts, start = [], 0
+    while (begin := text.find("<!--", start)) >= 0 and (end := text.find("-->", begin + 4)) >= 0:
+        parts.append(text[start:begin])
+        start = end + 3
+    return " ".join([*parts, text[start:]])

@@ -161,6 +161,22 @@ def test_any_guesses_of_several_sequences_change_nothing(texts: list[Text], seed
     finish(backend, readers)
 
 
+def test_holes_that_nobody_may_fill_stay_occupied(texts: list[Text]) -> None:
+    backend = texts[0].backend
+    readers = first, second, third = open_readers(texts[:3])
+    advance(backend, [first, second], [(5, 0), (5, 4)])
+    advance(backend, [second], [(0, 0)])  # all its cells lie above the holes that the first has left
+    graves = dict(backend._context._cells.graveyard)
+    assert len(graves) == 4
+    assert backend._context.wasted_tokens == 4
+    advance(backend, [third, second, first], [(3, 0), (3, 1), (3, 2)])
+    backend.release(third.sequence)
+    assert backend._context._cells.graveyard == graves
+    backend._context.compact()
+    assert (backend._context._cells.graveyard, backend._context.wasted_tokens) == ({}, 0)
+    finish(backend, readers[:2])
+
+
 def test_drafts_beside_a_prompt_and_a_lone_token(texts: list[Text]) -> None:
     backend = texts[0].backend
     guessing, lone, prompt = open_readers(texts[:3])

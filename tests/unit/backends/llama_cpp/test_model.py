@@ -390,3 +390,17 @@ def test_memory_trouble_is_not_blamed_on_the_file() -> None:
     error = _load_error("the model 'm'", ["load: error loading model: unable to allocate CPU buffer"])
     assert type(error) is BackendError
     assert "free some memory" in str(error)
+
+
+def test_an_unidentified_vocabulary_is_read_without_the_weights(tiny_model, monkeypatch):
+    def read(*arguments):
+        raise AssertionError("the content was read")
+
+    monkeypatch.setattr("kitelib.backends.llama_cpp.model.weights_digest", read)
+    model = GGUFModel.load(tiny_model("llama"), vocab_only=True, identify=False)
+    try:
+        assert model.weights_digest == b""
+        text = model.template().render([{"role": "user", "content": "Hello"}])
+        assert model.detokenize(model.tokenize(text, add_special=False, parse_special=False)).decode() == text
+    finally:
+        model.close()

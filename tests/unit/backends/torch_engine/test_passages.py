@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kitelib.abc import StepWork
+from kitelib.backends.torch_engine.device_runner import DeviceRunner
 from kitelib.backends.torch_engine.packing import RowPlan
 from kitelib.backends.torch_engine.passages import PassageKV
 from kitelib.errors import BackendError, BackendStepError
@@ -177,6 +178,14 @@ def test_what_is_not_moved_is_computed_in_its_place(parts: Parts, rows: RowPlan)
     assert passages.splice(once, text[START:], moves, 0.0) == 0
     ours, theirs = (segments_of(runner, each, 0, len(text)) for each in (once, turns))
     assert max(np.abs(a - b).max() for a, b in zip(ours, theirs, strict=True)) < 1e-4
+
+
+def test_on_a_runner_whose_steps_run_beside_the_thread(parts: Parts) -> None:
+    runner = parts.runner(DeviceRunner, num_blocks=40)
+    _, _, sequence = spliced(runner)
+    plain = spliced(parts.runner(num_blocks=40))
+    ours, theirs = segments_of(runner, sequence, 0, END), segments_of(plain[0]._runner, plain[2], 0, END)
+    assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_nothing_moved_is_a_plain_prefill(runner: Any) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kitelib.backends.torch_engine import sizing
-from kitelib.backends.torch_engine.sizing import kv_blocks
+from kitelib.backends.torch_engine.sizing import kv_blocks, most_outputs
 from kitelib.errors import BackendError
 
 _MIB = 2**20
@@ -108,3 +108,9 @@ def test_too_little_memory_says_what_takes_it(device: torch.device, monkeypatch:
     memory = _Memory(weights=8300)
     with pytest.raises(BackendError, match=r"of 900\.0 MiB fits on .*700 MiB are available.*512 MiB stay in reserve"):
         kv_blocks(device, 900 * _MIB, lambda: None, reserve=512 * _MIB, memory=memory)
+
+
+def test_logits_of_a_step_are_bounded_in_bytes() -> None:
+    """128 MiB of float32, or one row for each sequence."""
+    assert [most_outputs(vocabulary, 16) for vocabulary in (512, 49_152, 131_072, 262_144)] == [65_536, 682, 256, 128]
+    assert most_outputs(262_144, 200) == 200
