@@ -4,24 +4,24 @@
 
 What is compared: one engine puts the same requests with drafts and without (`ReusePolicy(drafts=False)`), in turn, and who
 comes first changes from request to request. A ratio is that of decoded tokens per second: all tokens of an answer but the
-first, over the time from the first to the last, so prompts count for nothing. What came first leaves the second the KV of
-its prompt, nothing else: answers without drafts are neither kept as guesses nor read, and each request is put with drafts
-once, so it never meets its own answer. (Where the question is repeated, it does, and is meant to.) All requests are of
-one namespace: the 200 questions seen before, answered greedily with drafts, are known to all that follow, and so are the
-answers with drafts to what was measured before, as in a service that goes on. At temperature 0.8 each request has a seed,
-the same with and without drafts, and other texts than those of temperature 0.
+first, over the time from the first to the last, so prompts count for nothing; they are computed beforehand, but for those
+of dialogues. Who comes first helps the second in nothing else: answers without drafts are neither kept as guesses nor
+read, and each request is put with drafts once, so it never meets its own answer. (Where the question is repeated, it
+does, and is meant to.) All requests are of one namespace: the 200 questions seen before, answered greedily with drafts,
+are known to all that follow, and so are the answers with drafts to what was measured before, as in a service that goes
+on. At temperature 0.8 each request has a seed, the same with and without drafts, and other texts than at temperature 0.
 
 - repeated: questions among those seen, asked again. At temperature 0.8 each is first asked once more, at that temperature,
-  and then again with the same seed, and with another one, where the answer is another, too.
+  and then again with the same seed, which is what the target is for, and with another one, which gives another answer.
 - unseen: questions that were not asked before.
 - dialogue: two-turn conversations about anything.
 - random: prompts of random tokens, answered without an end: nothing to guess but what the model repeats.
 - completions: a stored answer given without a step, to computing it.
 
-Requests come one after another, and for all but dialogues also eight at once; then prompts are computed beforehand, and
-what is compared is still the speed of one answer. Each engine has a process of its own, because OpenMP settings are those
-of a process. Every measurement has a time limit, and a run that has time for more requests has narrower bounds, not other
-figures; the bounds printed are 95 % by drawing pairs with replacement.
+Requests come one after another, and for all but dialogues also eight at once; what is compared is still the speed of one
+answer. Each engine has a process of its own, because OpenMP settings are those of a process. Every measurement has a time
+limit: more time gives narrower bounds (95 %, by drawing pairs with replacement). "By CPU time" is the same ratio by the
+CPU time of the whole process: if the two differ much, something else kept the cores busy.
 """
 
 from __future__ import annotations

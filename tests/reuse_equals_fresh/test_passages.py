@@ -241,9 +241,10 @@ async def test_passages_come_back_from_the_pool(engine: KiteEngine) -> None:
 
 
 async def test_preheated_text_serves_as_a_passage(engine: KiteEngine) -> None:
-    await engine.preheat([DOCS[0]])
-    gen = await engine.generate([Passage(DOCS[0]), QUESTION], reuse=REUSE, **GREEDY)
-    assert gen.reuse.tiers == {"passages": len(DOCS[0]) - 16}
+    await engine.preheat([DOCS[0], [Passage(DOCS[1])]])
+    for doc in DOCS[:2]:
+        gen = await engine.generate([Passage(doc), QUESTION], reuse=REUSE, **GREEDY)
+        assert gen.reuse.tiers == {"passages": len(doc) - 16}
 
 
 async def test_namespaces_and_epochs_share_no_passage(engine: KiteEngine) -> None:

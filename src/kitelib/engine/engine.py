@@ -213,7 +213,7 @@ class KiteEngine:
         """Generates a text.
 
         Args:
-            prompt: a text, or token ids. Give this or `messages`.
+            prompt: a text, token ids, or a list of those with a `Passage` among them. Give this or `messages`.
             messages: a chat, rendered with the model's own template.
             tools: tools the template may offer to the model, as JSON-schema mappings; only with `messages`.
             sampling: all sampling options at once; or give them as keywords: ``max_tokens=32, temperature=0.7``.
@@ -357,7 +357,7 @@ class KiteEngine:
 
     async def preheat(self, prompts: Sequence[Prompt | Sequence[Message]], **options: Any) -> dict[str, int]:
         """Computes prompts and keeps what they leave behind, so that the first request that starts like one of them
-        finds it. A prompt is a text, token ids, or a list of messages.
+        finds it. A prompt is a text, token ids, a list of parts, or a list of messages.
 
         Returns:
             "prompts", their "prompt_tokens", and how many were "computed_tokens" this time.

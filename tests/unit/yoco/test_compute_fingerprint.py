@@ -258,12 +258,12 @@ def test_texts_that_say_the_same_share_a_text_level(level: Level, a: str, b: str
     assert (first == second) is equal
 
 
-def test_long_texts_count_by_head_tail_and_length() -> None:
-    head, tail = "word " * 6000, "end " * 6000
-    texts = [head + middle + tail for middle in ("one " * 50, "two " * 50, "one " * 51)]
-    first, second, third = (compute_computation_fingerprint(text, MODEL, RUNTIME) for text in texts)
-    assert first == second
-    assert first != third
+def test_of_long_texts_the_middle_counts_as_it_is() -> None:
+    head, tail = "word " * 600, "end " * 600
+    texts = [head + middle + tail for middle in ("one, " * 50, "ONE,  " * 50, "one " * 50, "two, " * 50, "one, " * 51)]
+    first, same, *others = (compute_computation_fingerprint(text, MODEL, RUNTIME) for text in texts)
+    assert first == same  # `normalise` has folded case and white space before it is cut
+    assert first not in others
 
 
 def test_everything_else_enters_text_levels_too() -> None:

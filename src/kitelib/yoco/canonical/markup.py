@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from typing import Final
 
@@ -9,9 +10,9 @@ from kitelib.yoco.canonical.characters import fold_characters
 
 __all__ = ["HEAD_CHARACTERS", "TAIL_CHARACTERS", "normalise"]
 
-HEAD_CHARACTERS: Final = 16384
-TAIL_CHARACTERS: Final = 16384
-"""A normal form longer than both is cut to its head and its tail, with the count of what was left out between them."""
+HEAD_CHARACTERS: Final = 1024
+TAIL_CHARACTERS: Final = 1024
+"""A normal form longer than both is cut to its head and its tail; between them stands a digest of what was left out."""
 
 # Bounded, so that a text of opening signs takes linear time.
 _TAG: Final = re.compile(r"</?[a-zA-Z][^<>]{0,500}>")
@@ -33,8 +34,8 @@ def normalise(text: str) -> str:
         text: any text, also one with lone surrogates.
 
     Returns:
-        At most `HEAD_CHARACTERS` + `TAIL_CHARACTERS` characters and the mark of the cut, which tells how many
-        characters were left out and so keeps texts of different lengths apart.
+        At most `HEAD_CHARACTERS` + `TAIL_CHARACTERS` characters and the mark of the cut: how many characters were left
+        out, and the start of their SHA-256, which keeps texts apart that differ only there.
     """
     if "<" in text:
         text = _TAG.sub(" ", _without_comments(text))
@@ -44,10 +45,11 @@ def normalise(text: str) -> str:
         text = _LINK.sub(r"\1", text)
     text = _EMPHASIS.sub(r"\2", _LINE_START.sub("", text))
     text = " ".join(fold_characters(text).split())
-    left_out = len(text) - HEAD_CHARACTERS - TAIL_CHARACTERS
-    if left_out <= 0:
+    middle = text[HEAD_CHARACTERS:-TAIL_CHARACTERS]
+    if not middle:
         return text
-    return f"{text[:HEAD_CHARACTERS]} … {left_out} … {text[-TAIL_CHARACTERS:]}"
+    digest = hashlib.sha256(middle.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return f"{text[:HEAD_CHARACTERS]} … {len(middle)} {digest} … {text[-TAIL_CHARACTERS:]}"
 
 
 def _without_comments(text: str) -> str:
