@@ -15,6 +15,7 @@ from kitelib.yoco.planner import PooledPrefix
 __all__ = ["ContextMemory"]
 
 _SAVE_BLOCKS = 32
+_EVICTED_TOGETHER = 4  # the share of idle runs that goes when sequences, not tokens, run short
 
 
 class ContextMemory:
@@ -77,6 +78,10 @@ class ContextMemory:
         if source is not None:
             self.touch(source)
         self._trim_idle(source, max(new_tokens, run.expected_tokens - base))
+        if not self.backend.free_sequences():
+            # Backends that have to tidy up before they can give sequences out again do so once for many.
+            for _ in range(self.num_idle // _EVICTED_TOGETHER):
+                self.evict_one(spare=source)
         while self._room(base) < new_tokens or not self.backend.free_sequences():
             if not self.evict_one(spare=source):
                 if source is not None and idle and self.evict_one():

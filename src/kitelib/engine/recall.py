@@ -129,4 +129,4 @@ class Recall:
 
     @staticmethod
     def _asked(chain: BlockChain, signature: bytes | None = None, vector: Vector | None = None) -> Asked:
-        return Asked(chain.fingerprints, chain.end(), signature, vector)
+        return Asked(chain.fingerprints, chain.end(), signature, vector, chain.block_tokens)

@@ -44,12 +44,14 @@ class Asked:
         end: identifies the whole prompt (`BlockChain.end()`).
         signature: digest of the canonical form of the user's question and of all around it; None if there is none.
         vector: embedding of the question, of unit length and shape (dimensions,); None without an encoder.
+        block_tokens: tokens of a full block; 0 if earlier turns are not to be looked for.
     """
 
     fingerprints: Sequence[bytes]
     end: bytes
     signature: bytes | None = None
     vector: npt.NDArray[np.float32] | None = None
+    block_tokens: int = 0
 
 
 class _Root:
@@ -121,7 +123,7 @@ class DraftLibrary:
         rates, answer_rates = kept.rates_of(sampled)
         stored: list[StoredFollower] = []
         texts: set[Text] = set()
-        for source, kind, text in self._candidates(kept.records, asked, known):
+        for source, kind, text in self._candidates(kept.records, prompt, asked, known):
             if text and text not in texts:
                 texts.add(text)
                 stored.append(StoredFollower(source, text, rates, kind))
@@ -210,9 +212,13 @@ class DraftLibrary:
         self._pending = deque(each for each in self._pending if each[0] is not gone)
 
     @staticmethod
-    def _candidates(records: Records, asked: Asked, known: Sequence[int]) -> list[tuple[str, int, Text | None]]:
+    def _candidates(
+        records: Records, prompt: Sequence[int], asked: Asked, known: Sequence[int]
+    ) -> list[tuple[str, int, Text | None]]:
         found = [("same prompt", _SAME, as_text(known)), ("same prompt", _SAME, records.of_prompt(asked.end))]
-        found.append(("conversation", _CONVERSATION, records.of_blocks(asked.fingerprints)))
+        if asked.block_tokens:
+            before = records.of_beginning(asked.fingerprints, asked.block_tokens, prompt)
+            found.append(("conversation", _CONVERSATION, before))
         found.append(("canonical", _CANONICAL, records.of_signature(asked.signature)))
         for likeness, text in records.near(asked.vector):
             kind = _NEIGHBOUR + sum(likeness < step for step in _NEIGHBOUR_STEPS)

@@ -11,6 +11,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kitelib.fingerprint import end_fingerprint
+
 __all__ = ["Records"]
 
 _RECORD_BYTES: Final = 700  # a record beside its text and its vector: three digests, and entries of four dicts
@@ -44,7 +46,7 @@ class Records:
         self.num_bytes = 0
         self.num_tokens = 0
         self._records: OrderedDict[bytes, _Record] = OrderedDict()  # by the prompt's end
-        self._blocks: dict[bytes, bytes] = {}  # -> end of the latest prompt with it
+        self._blocks: dict[bytes, int] = {}  # last full blocks of prompts, and of how many
         self._signatures: dict[bytes, bytes] = {}
         self._vectors: Vector | None = None  # shape (rows, dimensions)
         self._owners: list[bytes | None] = []  # per row, the prompt's end
@@ -60,7 +62,7 @@ class Records:
         num_bytes = _RECORD_BYTES + sys.getsizeof(text) + (4 * len(vector) if row >= 0 and vector is not None else 0)
         self._records[end] = _Record(block, signature, row, text, num_bytes)
         if block is not None:
-            self._blocks[block] = end
+            self._blocks[block] = self._blocks.get(block, 0) + 1
         if signature is not None:
             self._signatures[signature] = end
         self.num_bytes += num_bytes
@@ -75,12 +77,22 @@ class Records:
         """The completion of exactly this prompt."""
         return self._text(end)
 
-    def of_blocks(self, fingerprints: Sequence[bytes]) -> str | None:
-        """The latest completion of a prompt whose last full block is the deepest of these."""
-        blocks = self._blocks
-        for fingerprint in reversed(fingerprints):
-            if fingerprint in blocks:
-                return self._text(blocks[fingerprint])
+    def of_beginning(self, fingerprints: Sequence[bytes], block_tokens: int, prompt: Sequence[int]) -> str | None:
+        """The completion of the longest other prompt that this one begins with: the turn before, in a conversation.
+
+        Args:
+            fingerprints: of the prompt's full blocks.
+            block_tokens: tokens of one.
+            prompt: its token ids.
+        """
+        for count in range(len(fingerprints), 0, -1):
+            block = fingerprints[count - 1]
+            if self._blocks.get(block):
+                start = count * block_tokens
+                for stop in range(min(start + block_tokens, len(prompt)) - 1, start - 1, -1):
+                    text = self._text(end_fingerprint(block, prompt[start:stop]))
+                    if text is not None:
+                        return text
         return None
 
     def of_signature(self, signature: bytes | None) -> str | None:
@@ -92,7 +104,8 @@ class Records:
         vectors = self._vectors
         if vector is None or vectors is None or vector.shape != vectors.shape[1:]:
             return []
-        likeness = vectors[: len(self._owners)] @ vector
+        # Not BLAS: its threads cost more than so small a product.
+        likeness = np.einsum("ij,j->i", vectors[: len(self._owners)], vector)
         count = min(_NEIGHBOURS, len(likeness))
         nearest = np.argpartition(-likeness, count - 1)[:count]
         found = []
@@ -110,8 +123,10 @@ class Records:
         record = self._records.pop(end, None)
         if record is None:
             return
-        if record.block is not None and self._blocks.get(record.block) == end:
-            del self._blocks[record.block]
+        if record.block is not None:
+            self._blocks[record.block] -= 1
+            if not self._blocks[record.block]:
+                del self._blocks[record.block]
         if record.signature is not None and self._signatures.get(record.signature) == end:
             del self._signatures[record.signature]
         if record.row >= 0 and self._vectors is not None:

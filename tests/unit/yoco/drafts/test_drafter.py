@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kitelib.fingerprint import BlockChain
 from kitelib.yoco.drafts import Asked, Drafter, DraftLibrary, Proposal
 
 ROOT = b"r" * 32
@@ -162,19 +163,34 @@ def test_each_source_is_found_by_what_it_needs() -> None:
         return source, found[0]
 
     assert first(asked("a", "x", "y"), []) == ("same prompt", texts["a"][:3])
-    assert first(asked("other", "x", "y", "more"), []) == ("conversation", texts["a"][:3])
     assert first(asked("other", "u", signature=b"same"), []) == ("canonical", texts["b"][:3])
     assert first(asked("other", "v", vector=[1.0, 0.0, 0.0]), []) == ("neighbour", texts["c"][:3])
     assert first(asked("other", "v", vector=[1.0, 0.0, 0.0]), texts["c"][:5]) == ("neighbour", texts["c"][5:8])
 
 
-def test_the_deepest_block_decides_which_conversation_it_is() -> None:
+def chained(tokens: Sequence[int]) -> Asked:
+    chain = BlockChain(ROOT, 4, tokens)
+    return Asked(chain.fingerprints, chain.end(), block_tokens=4)
+
+
+@pytest.mark.parametrize("tail", range(4))
+def test_the_turn_before_is_the_longest_prompt_that_this_one_begins_with(tail: int) -> None:
+    system, turn, now = list(range(8)), list(range(20, 28 + tail)), list(range(40, 45))
     library = DraftLibrary()
-    library.add(ROOT, asked("one", "system"), [1] * 5)
-    library.add(ROOT, asked("two", "system", "turn"), ANSWER)
-    library.add(ROOT, asked("three", "system"), [3] * 5)
-    drafter = library.drafter(ROOT, [], asked("four", "system", "turn", "next"))
-    assert [ord(char) for char in drafter._stored[0].text] == ANSWER
+    library.add(ROOT, chained(system), [1] * 5)
+    library.add(ROOT, chained([*system, *turn]), ANSWER)
+    library.add(ROOT, chained([*system, *turn[:-1], 99]), [2] * 5)  # parts from it in its last token
+    library.add(ROOT, chained([*system, 77]), [3] * 5)  # only the system prompt is the same
+    library.add(ROOT, chained([*system, *turn, *now, 50]), [4] * 5)  # goes on longer
+    prompt = [*system, *turn, *now]
+    (before,) = library.drafter(ROOT, prompt, chained(prompt))._stored
+    assert (before.source, [ord(char) for char in before.text]) == ("conversation", ANSWER)
+
+
+def test_a_question_behind_the_same_system_prompt_is_no_turn_before() -> None:
+    library = DraftLibrary()
+    library.add(ROOT, chained([*range(8), 30]), ANSWER)
+    assert library.drafter(ROOT, [*range(8), 31], chained([*range(8), 31]))._stored == []
 
 
 def test_phrases_of_all_answers_are_proposed_with_the_most_frequent_continuation() -> None:
