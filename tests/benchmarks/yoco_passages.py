@@ -4,8 +4,9 @@
 
 The task is a needle in chunks. A library of passages about bank branches is computed once, each alone; one sentence in each
 says the branch's access code, at a random place among others. A question comes with some of them in random order and asks
-for the code of one; the answer is begun, so that its first token is the code's first digit. All ways answer the same prompts, token for token, in turn, and full prefill is the reference:
-its system prompt is reused, as it is for the others, and its passages are computed, since they never come in the same order.
+for the code of one; the answer is begun, so that its first token is the code's first digit. All ways answer the same
+prompts, token for token, in turn. Full prefill is the reference; it reuses the prefix that a prompt shares with earlier
+ones, which is the system prompt and, for most, the first passage.
 """
 
 from __future__ import annotations

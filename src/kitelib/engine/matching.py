@@ -126,11 +126,20 @@ class Matcher:
             self._judge_note = "" if verifier.qualification is None else verifier.qualification.note
 
     def finished(self, request: Request) -> None:
-        """The request is answered: from now on its question stands for all that ask the same."""
-        question, run = request.question, request.branches[0].run
-        if question is None or request.policy.mode != "semantic" or request.wording is not None or not run.shared:
+        """The request is answered: from now on its question stands for all that ask the same. Never raises."""
+        question = request.question
+        if question is None or request.policy.mode != "semantic" or request.wording is not None:
             return
-        root, near = run.chain.root, self._near
+        try:
+            self._keep(request, question)
+        except Exception:  # noqa: BLE001 - the answer is there; who asks in other words is only not answered by it
+            _LOG.exception("a question could not be kept")
+
+    def _keep(self, request: Request, question: Question) -> None:
+        run, near = request.branches[0].run, self._near
+        if not run.shared:
+            return
+        root = run.chain.root
         for level in LEVELS:
             if not request.rewords and self._pool.contains(self._wordings.wanted(root, question, level)):
                 continue
