@@ -56,7 +56,7 @@ async def test_300_prompts_at_once(engine: KiteEngine, part: int) -> None:
     found = await ask_all(engine, prompts)
     assert [gen.token_ids for gen in found] == [gen.token_ids for gen in wanted]
     assert [gen.text for gen in found] == [gen.text for gen in wanted]
-    assert sum(accepted(gen) for gen in found) > 25
+    assert sum(accepted(gen) for gen in found) > 10
     assert any(proposed(gen) > accepted(gen) for gen in found)
     assert {gen.reuse.exactness for gen in found} == {"bitwise"}
     await assert_nothing_left(engine)

@@ -44,7 +44,7 @@ async def test_every_way_to_an_answer_gives_the_same(engine: KiteEngine, cold_en
     known = await engine.generate(prompt, **GREEDY)
     assert answer(known) == expected
     assert (known.reuse.zero_prefill, known.usage.cached_tokens) == (True, length)
-    assert engine.stats()["steps"] - steps == GREEDY["max_tokens"] - 1
+    assert 0 < engine.stats()["steps"] - steps < GREEDY["max_tokens"]  # fewer where a guess was verified
 
     await evict_to_pool(engine)
     restored = await engine.generate(prompt, reuse=ONE_STEP, **GREEDY)
@@ -56,8 +56,8 @@ async def test_every_way_to_an_answer_gives_the_same(engine: KiteEngine, cold_en
     known = await engine.generate(prompt, **GREEDY)
     assert answer(known) == expected
     assert known.reuse.zero_prefill
-    # Blocks and tail come back without a step: one per token after the first.
-    assert engine.stats()["steps"] - steps == GREEDY["max_tokens"] - 1
+    # Blocks and tail come back without a step: at most one per token after the first.
+    assert 0 < engine.stats()["steps"] - steps < GREEDY["max_tokens"]  # fewer where a guess was verified
 
 
 async def test_a_known_prompt_needs_no_step_for_its_first_token(engine: KiteEngine) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kitelib.yoco.drafts import Asked, Proposal
 
-__all__ = ["ChosenDrafts", "eager_drafts", "propose"]
+__all__ = ["ChosenDrafts", "eager_drafts", "no_drafts", "propose"]
 
 Guess = Callable[[Sequence[int], Sequence[int]], Sequence[int]]
 
@@ -28,6 +28,13 @@ def eager_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("kitelib.engine.drafting.allot", allot)
     monkeypatch.setattr("kitelib.engine.drafting.Governor.allowed", lambda self: True)
+
+
+@pytest.fixture
+def no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is verified. Whether drafts pay depends on how fast the machine is at the moment, so this is for tests that
+    count steps."""
+    monkeypatch.setattr("kitelib.engine.drafting.Governor.allowed", lambda self: False)
 
 
 class ChosenDrafts:

@@ -16,6 +16,11 @@ from tests.support.backends import BackendKit
 from tests.support.engines import StepRecorder, assert_nothing_left
 
 
+@pytest.fixture(autouse=True)
+def steps_can_be_counted(no_drafts: None) -> None:
+    """Tests of drafts themselves ask for `eager_drafts`."""
+
+
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Digests and self-test results, kept for the session: opening a model again is quick."""

@@ -88,7 +88,6 @@ async def test_a_truncated_model_file(tmp_path: Path, tiny_model: Callable[..., 
         ({"pool": PoolConfig(redis="http://nowhere")}, ConfigError, "PoolConfig.redis"),
         ({"pool": PoolConfig(s3="http://nowhere")}, ConfigError, "PoolConfig.s3"),
         ({"pool": PoolConfig(stores=("nothing://here",))}, ConfigError, r"PoolConfig.stores\[0\]"),
-        ({"reuse": ReusePolicy(mode="semantic")}, UnsupportedOptionError, "semantic"),
         ({"n_ctx": 0}, ConfigError, "n_ctx is 0"),
         ({"n_ctx": "large"}, ConfigError, "n_ctx is 'large'"),
         ({"threads": 5000}, ConfigError, "threads is 5000"),
@@ -288,8 +287,6 @@ async def test_sampling_options_come_one_way_or_the_other(engine: KiteEngine) ->
 
 
 async def test_options_of_a_call_that_this_release_does_not_have(engine: KiteEngine) -> None:
-    async with refused(engine, UnsupportedOptionError, "semantic"):
-        await engine.generate("Hi", reuse=ReusePolicy(mode="semantic"))
     async with refused(engine, UnsupportedOptionError, "cockpit.kite"):
         await engine.preload("cockpit.kite")
 

@@ -119,8 +119,8 @@ async def test_what_does_not_fit_the_queue_is_not_even_copied(open_tiny: Any, mo
         await engine.flush()
         assert exports.calls == []
         recycler = engine.stats()["recycler"]
-        # Two full blocks, two tails, and the logits.
-        assert recycler["dropped"] == 2 + 2 + 1
+        # Two full blocks, two tails, the logits, and the completion.
+        assert recycler["dropped"] == 2 + 2 + 1 + 1
         assert (recycler["registered"], recycler["pending_bytes"]) == (0, 0)
         engine._recycler._max_pending_bytes = 10**9
         await evict_context(engine)
