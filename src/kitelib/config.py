@@ -195,6 +195,9 @@ class ReusePolicy:
             raise ConfigError(f"ReusePolicy.mode is {self.mode!r}; it must be 'exact', 'semantic' or 'off'")
         if self.level not in ("canonical", "structural"):
             raise ConfigError(f"ReusePolicy.level is {self.level!r}; it must be 'canonical' or 'structural'")
+        for name in ("neighbours", "zero_prefill", "completions", "drafts"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"ReusePolicy.{name} is {getattr(self, name)!r}; give True or False")
         if self.passages not in ("exact", "reuse", "blend"):
             raise ConfigError(f"ReusePolicy.passages is {self.passages!r}; it must be 'exact', 'reuse' or 'blend'")
         if self.numerics not in (None, "bitwise", "standard"):

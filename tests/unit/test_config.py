@@ -12,7 +12,7 @@ import anyio
 import pytest
 import yaml
 
-from kitelib import ConfigError, KiteConfig, KiteEngine, PoolConfig
+from kitelib import ConfigError, KiteConfig, KiteEngine, PoolConfig, ReusePolicy
 from kitelib.config import LifecycleSection, PoolSection, UnitTypeSection
 
 FULL = """\
@@ -40,6 +40,13 @@ def parse(tmp_path: Path) -> Parse:
         return KiteConfig.from_yaml(path)
 
     return from_text
+
+
+@pytest.mark.parametrize("name", ["neighbours", "zero_prefill", "completions", "drafts"])
+@pytest.mark.parametrize("value", ["off", "no", 0, None])
+def test_switches_of_a_policy_are_switches(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name):
+        ReusePolicy(**{name: value})
 
 
 def test_the_documented_file_says_what_it_says(parse: Parse) -> None:

@@ -33,11 +33,14 @@ template expressions in front of text that many prompts share.
 FILE has one prompt a line, as JSON: a string, {"prompt": ...}, {"messages": [...]},
 or either of these inside {"body": ...}; - is standard input. Prompts that have most
 of their text in common, or a long beginning, are one template. Each line is read,
-counted and forgotten, so files may be large.
+counted and forgotten, and 128 groups of prompts are kept to compare it with, so
+files may be large: the time grows with the size of the file.
 
 "reusable now" is the share of tokens (words, without --model) that a prefix cache
 without bounds would have had, in whole blocks and in the order of the file. "after
-moving" is the same with the volatile parts of each prompt moved to its end.
+moving" is the same with the volatile parts of each prompt moved to its end, for
+templates that gain by it. A clock or id that was the same in all prompts of a
+template costs nothing yet: it is remarked, and nothing is found.
 
 Exit codes: 0 nothing found, 1 something found, 2 the file or an option is wrong."""
 
@@ -202,8 +205,11 @@ def _report(
     if len(findings) > _SENTENCES:
         lines.append(f"... and {len(findings) - _SENTENCES:,} more; see --json.")
     lines += _data_first(found[: args.top])
+    constant = list(_constant(found[: args.top]))
+    lines += constant
     if not findings:
-        lines.append("Nothing volatile stands in front of text that prompts share.")
+        what = "that changed from prompt to prompt" if constant else "volatile"
+        lines.append(f"Nothing {what} stands in front of text that prompts share.")
     return lines
 
 
@@ -245,8 +251,7 @@ def _sentence(finding: Finding, found: Sequence[Group]) -> str:
     from kitelib.yoco.volatile import KINDS
 
     what = KINDS[finding.kind]  # type: ignore[index]
-    shown = finding.text if len(finding.text) <= 60 else f"{finding.text[:57]}..."
-    where = f"line {finding.line}, character {finding.character:,}: {shown!r} is {what}"
+    where = f"line {finding.line}, character {finding.character:,}: {_shown(finding.text)!r} is {what}"
     if finding.template is not None:
         where = f"template {finding.template}, {where}"
     if not finding.chars_behind:
@@ -257,6 +262,23 @@ def _sentence(finding: Finding, found: Sequence[Group]) -> str:
         f"the end of the prompt, {_share(totals.after_moving, totals)} is reusable instead of "
         f"{_share(totals.reusable, totals)}."
     )
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _constant(found: Sequence[Group]) -> Iterator[str]:
+    """Remarks on the first volatile part of each template that did not change: no findings, since it costs nothing."""
+    from kitelib.yoco.volatile import KINDS
+
+    for number, group in enumerate(found, start=1):
+        for part in group.template.constants[:1]:
+            yield (
+                f"template {number}, line {group.line}, character {part.start:,}: {_shown(part.text)!r} is "
+                f"{KINDS[part.kind]}, but the same in all {group.template.num_prompts:,} prompts that were compared. If it "
+                "changes later, everything behind it is new."
+            )
 
 
 def _data_first(found: Sequence[Group]) -> Iterator[str]:
@@ -294,6 +316,7 @@ def _data(
                 **dataclasses.asdict(group.totals),
                 "common_chars": group.template.fixed_chars,
                 "gaps": [dataclasses.asdict(gap) for gap in group.template.gaps],
+                "constants": [dataclasses.asdict(part) for part in group.template.constants],
             }
             for number, group in enumerate(found[: args.top], start=1)
         ],

@@ -3,8 +3,10 @@ by the number of groups, by what is looked at of a prompt, and by the number of 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
+import itertools
 import re
 import zlib
 from collections.abc import Sequence
@@ -66,7 +68,8 @@ class Totals:
     Attributes:
         prompts, chars, tokens: how many.
         reusable: tokens that a cache without bounds has, as the prompts are.
-        after_moving: the same with the volatile parts of each prompt moved to its end.
+        after_moving: the same with the volatile parts of each prompt moved to its end. Until `Groups.found` has put
+            `reusable` there where moving loses, as it does where such a part never changes.
     """
 
     prompts: int = 0
@@ -115,7 +118,7 @@ class Group:
     def expressions(self) -> list[Volatile]:
         """Template expressions that stand unfilled: all in the text that several prompts share, and of a single prompt
         those whose name says that they change, since its own text may be about templates."""
-        found = self.template.expressions
+        found = self._builder.expressions()
         return [part for part in found if self.totals.prompts > 1 or _CHANGES.search(part.text)]
 
 
@@ -171,17 +174,20 @@ class Groups:
         group.totals.add(own)
 
     def found(self) -> list[Group]:
-        """The groups of more than one prompt, those with the most tokens first; the rest goes to `others`."""
+        """The groups of more than one prompt, those with the most tokens first; the rest goes to `others`. Nobody moves
+        parts of a template that loses by it, so what is reusable now then counts for it as after moving."""
         for group in [group for group in self._groups if group.totals.prompts == 1]:
             self._drop(group)
+        sums = [self.others, *(group.totals for group in self._groups)]
+        for each in sums:
+            each.after_moving = max(each.after_moving, each.reusable)
+        self.total.after_moving = sum(each.after_moving for each in sums)
         return sorted(self._groups, key=lambda group: (-group.totals.tokens, group.line))
 
     def _like(self, looked: _Looked) -> Group | None:
-        """The group that a prompt belongs to."""
-        shared: dict[Group, int] = {}
-        for shingle in sorted(looked.sketch):
-            for group in self._by_shingle.get(shingle, ()):
-                shared[group] = shared.get(group, 0) + 1
+        """The group that a prompt belongs to; it is compared with those that are kept, `max_groups` at most."""
+        held = (self._by_shingle.get(shingle, ()) for shingle in sorted(looked.sketch))
+        shared = collections.Counter(itertools.chain.from_iterable(held))
         best = max(shared, key=lambda group: shared[group], default=None)
         if best is not None and _similarity(looked.sketch, best.looked.sketch) >= _ALIKE:
             return best

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ __all__ = ["BadLine", "Line", "Prompt", "prompt_of", "read_lines", "read_prompt"
 
 _MAX_LINE_BYTES: Final = 16 * 2**20
 _ENVELOPES: Final = ("body", "request")  # request logs keep the call in one of these
+_CHAT: Final = re.compile(r'\s*(?:\{\s*"messages"\s*:|\[\s*\{\s*"role"\s*:)')  # so begins nothing but a chat
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,23 +81,22 @@ def content_text(content: object) -> str:
 
 def prompt_of(value: object) -> Prompt:
     """The prompt in a JSON value: a string, a list of messages, or an object with ``prompt`` or ``messages``, maybe
-    inside ``body`` or ``request``.
+    inside ``body`` or ``request``. A list of one string is that string.
 
     Raises:
-        ValueError: there is none; says what is there.
+        ValueError: there is none, or its text is not known; says what is there.
     """
-    if isinstance(value, Mapping):
-        for name in _ENVELOPES:
-            if isinstance(value.get(name), Mapping):
-                value = value[name]
-                break
+    value = _opened(value)
     tools: object = ()
+    chat = isinstance(value, Mapping) and "messages" in value
     if isinstance(value, Mapping):
         if "messages" not in value and "prompt" not in value:
             names = ", ".join(map(repr, list(value)[:6])) or "nothing"
             raise ValueError(f"has neither 'prompt' nor 'messages', but {names}")
         tools = value.get("tools") or ()
         value = value["messages"] if "messages" in value else value["prompt"]
+    if isinstance(value, list) and not chat:
+        value = _listed(value)
     if isinstance(value, str):
         if not value.strip():
             raise ValueError("has an empty prompt")
@@ -115,12 +116,40 @@ def prompt_of(value: object) -> Prompt:
     return Prompt(None, value, tuple(tools))
 
 
+def _opened(value: object) -> object:
+    """The call that a line of a request log is about; else the value itself."""
+    if isinstance(value, Mapping):
+        return next((value[name] for name in _ENVELOPES if isinstance(value.get(name), Mapping)), value)
+    return value
+
+
+def _listed(values: list[Any]) -> object:
+    """What a list is that may hold other things than messages, as ``prompt`` of OpenAI's completions may."""
+    flat = [each for value in values for each in (value if isinstance(value, list) else [value])]
+    if flat and all(type(each) is int for each in flat):
+        raise ValueError("has token ids, whose text isn't known; give the text, or messages")
+    if values and all(isinstance(value, str) for value in values):
+        if len(values) > 1:
+            raise ValueError(f"has a list of {len(values)} texts where one prompt should be; give each by itself")
+        return values[0]
+    return values
+
+
+def _meant_as_chat(value: object) -> bool:
+    """Whether JSON that holds no prompt was to hold one, rather than being a text that happens to be JSON."""
+    value = _opened(value)
+    if isinstance(value, Mapping):
+        return "messages" in value or "prompt" in value
+    return isinstance(value, list) and any(isinstance(each, Mapping) and "role" in each for each in value)
+
+
 def read_prompt(argument: str) -> Prompt:
     """The prompt that a person named: a text, ``@file``, or ``-`` for standard input; ``@@`` begins a text with ``@``.
-    A file, input or text that is JSON with messages is a chat.
+    A file, input or text that is JSON with messages is a chat; other JSON is a text, but not in a file ``*.json``.
 
     Raises:
-        InvalidRequestError: the file can't be read, or is not UTF-8. EmptyPromptError: there is nothing in it.
+        InvalidRequestError: the file can't be read, is not UTF-8, or there is a chat with something wrong in it.
+        EmptyPromptError: there is nothing in it.
     """
     where, text = "the prompt", argument
     if argument == "-":
@@ -132,15 +161,27 @@ def read_prompt(argument: str) -> Prompt:
     if not text.strip():
         raise EmptyPromptError(f"{where} is empty; give some text, or @file")
     if text.lstrip()[0] in "[{":
+        # A text may begin with a bracket too, or be JSON; a file of that name is meant to be a chat.
+        meant = argument.startswith("@") and argument.endswith(".json") and not argument.startswith("@@")
         try:
-            return prompt_of(json.loads(text))
+            value = json.loads(text)
         except (ValueError, RecursionError) as error:
-            # A text may begin with a bracket too; a file of that name is meant to be JSON.
-            if argument.startswith("@") and argument.endswith(".json") and not argument.startswith("@@"):
-                raise InvalidRequestError(
-                    f'{where} is no chat: {error}; give JSON such as {{"messages": [{{"role": "user", "content": "Hi"}}]}}'
-                ) from error
+            if meant or _CHAT.match(text):
+                raise _no_chat(where, str(error)) from error
+            return Prompt(text)
+        try:
+            return prompt_of(value)
+        except ValueError as error:
+            if meant or _meant_as_chat(value):
+                raise _no_chat(where, f"it {error}") from error
     return Prompt(text)
+
+
+def _no_chat(where: str, reason: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f'{where} is no chat: {reason}; give JSON such as {{"messages": [{{"role": "user", "content": "Hi"}}]}}, or a '
+        'text that looks like it as {"prompt": "..."}'
+    )
 
 
 def _file_text(path: str) -> str:

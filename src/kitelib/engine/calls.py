@@ -12,7 +12,7 @@ from typing import Any
 from kitelib.abc import Message
 from kitelib.config import ReusePolicy, SamplingParams
 from kitelib.engine.passages import Parts, Passage, Splices, is_parted, prepare_splices, tokenize_parts
-from kitelib.engine.recall import Recall
+from kitelib.engine.recall import NOTHING_ASKED, Asking, Recall
 from kitelib.engine.request import Deliver, Request
 from kitelib.engine.results import Generation
 from kitelib.engine.serving import Serving
@@ -29,7 +29,7 @@ from kitelib.errors import (
 from kitelib.fingerprint import Fingerprint
 from kitelib.runtime.streams import Mailbox
 from kitelib.runtime.threads import ThreadDoor
-from kitelib.yoco.wordings import Question, question_of
+from kitelib.yoco.wordings import Question, question_of, with_question
 
 __all__ = ["Call", "Prompt", "check_adapter", "check_policy", "sampling_params", "tokenize_chat"]
 
@@ -79,12 +79,12 @@ class Call:
             constraint = await door.run(lambda: serving.constraint(params))
         root = serving.root(policy, self.adapter)
         inner = _Inner(self, serving, door, epoch, created)
-        recall = Recall(serving, door, root, policy, params, inner.ask, inner.judge)
+        recall = Recall(serving, door, root, policy, params, inner.ask, inner.judge, constraint)
         splices = None if parts is None else await self._splices(serving, parts, root, inner)
         if splices is not None:
             known = recall.moved(tokens, splices.chain)
         else:
-            known = await recall.prompt(tokens, *await self._question(door))
+            known = await recall.prompt(tokens, await self._asking(serving, door))
         return Request(
             prompt=known.prompt,
             chain=known.chain,
@@ -102,6 +102,7 @@ class Call:
             prefix=known.prefix,
             asked=known.asked,
             guess=known.guess,
+            seek_guess=known.seek_guess,
             answer=known.answer,
             sampling=known.sampling,
             question=known.question,
@@ -112,17 +113,21 @@ class Call:
             created=created,
         )
 
-    async def _question(self, door: ThreadDoor) -> tuple[Question | None, bytes | None]:
-        """What the chat asks, and the digest of its signature, if anybody wants to know."""
+    async def _asking(self, serving: Serving, door: ThreadDoor) -> Asking:
+        """What the chat asks, if anybody wants to know."""
         messages, tools, policy = self.messages, self.tools, self.policy
         if messages is None or policy.mode == "off" or not (policy.drafts or policy.mode == "semantic"):
-            return None, None
+            return NOTHING_ASKED
 
         def read() -> tuple[Question | None, bytes | None]:
             question = question_of(messages, tools)
             return question, None if question is None else question.digest("structural")
 
-        return await door.run(read)
+        async def render(text: str) -> list[int] | None:
+            other = with_question(messages, text)
+            return None if other is None else await tokenize_chat(serving, door, other, tools)
+
+        return Asking(*await door.run(read), render)
 
     async def _splices(self, serving: Serving, parts: Parts, root: Fingerprint, inner: _Inner) -> Splices | None:
         """The passages whose KV is moved, ready for it; None if there are none."""

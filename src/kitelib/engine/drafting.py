@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from kitelib.abc import Backend
 from kitelib.engine.request import Branch, Request
 from kitelib.engine.steps import extents
+from kitelib.yoco.completions import Completion
 from kitelib.yoco.drafts import DraftLibrary, Governor, Proposal, StepCost, allot
 from kitelib.yoco.encoder import Vector
 
@@ -52,9 +53,18 @@ class Drafting:
 
     def add_vector(self, request: Request, vector: Vector) -> None:
         """The request's question has a vector from now on: answers to near ones are guesses, too."""
-        if request.asked is None or request.closed:
+        if request.asked is not None:
+            request.asked = dataclasses.replace(request.asked, vector=vector)
+            self._begin_again(request)
+
+    def add_guess(self, request: Request, guess: Completion) -> None:
+        """What followed the request's prompt before is known from now on."""
+        request.guess = guess
+        self._begin_again(request)
+
+    def _begin_again(self, request: Request) -> None:
+        if request.closed:
             return
-        request.asked = dataclasses.replace(request.asked, vector=vector)
         for branch in request.branches:
             before = branch.drafter
             if before is not None and branch.proposal is None:

@@ -20,7 +20,7 @@ from kitelib.config import AdapterConfig, KiteConfig, PoolConfig, ReusePolicy, S
 from kitelib.engine.calls import Call, Prompt, check_adapter, check_policy, sampling_params, tokenize_chat
 from kitelib.engine.gate import Gate
 from kitelib.engine.loading import Loader
-from kitelib.engine.matching import open_encoder
+from kitelib.engine.matching import check_encoder, open_encoder
 from kitelib.engine.opening import Opening
 from kitelib.engine.results import Chunk, Generation
 from kitelib.engine.serving import Serving, load_backend, use_model
@@ -155,9 +155,9 @@ class KiteEngine:
         )
         if isinstance(max_queue, bool) or not isinstance(max_queue, int) or max_queue < 0:
             raise ConfigError(f"max_queue is {max_queue!r}; give a whole number of requests, 0 or more")
+        check_encoder(encoder)
         policy = reuse or ReusePolicy()
-        pool_config = pool or PoolConfig()
-        return Opening(lambda: cls(loader, pool_config, policy, max_queue, encoder))
+        return Opening(lambda: cls(loader, pool or PoolConfig(), policy, max_queue, encoder))
 
     async def _start(self) -> None:
         self._supervisor.start()
@@ -167,10 +167,10 @@ class KiteEngine:
             backend = await load_backend(self._loader, self.pool, self._door)
             try:
                 await use_model(self.pool, backend, self._door)
+                self._serve(backend)
             except BaseException:
                 backend.close()
                 raise
-            self._serve(backend)
         except BaseException:
             await self._supervisor.aclose()
             await self.pool.aclose()

@@ -10,7 +10,7 @@ from kitelib.abc import Backend
 from kitelib.config import ReusePolicy
 from kitelib.engine.request import Request
 from kitelib.engine.verifying import AnswerTokens, Ask, NearQuestions, Verifier
-from kitelib.errors import KiteError, UnsupportedOptionError
+from kitelib.errors import ConfigError, KiteError, RequestError
 from kitelib.fingerprint import Fingerprint
 from kitelib.runtime.threads import ThreadDoor
 from kitelib.stores.pool import RUPool
@@ -19,9 +19,10 @@ from kitelib.yoco.canonical import LEVELS
 from kitelib.yoco.encoder import Encoder, Vector, load_encoder, question_vector
 from kitelib.yoco.wordings import Question, Wording, Wordings
 
-__all__ = ["Matcher", "open_encoder"]
+__all__ = ["Matcher", "check_encoder", "open_encoder"]
 
 _LOG = logging.getLogger("kitelib.matching")
+_MOST_ENCODING: Final = 64  # questions on their way through the encoder; others do without
 _UNIT_BYTES: Final = 4096  # set aside for a wording on its way to the pool
 
 Spawn = Callable[[str, Callable[[], Awaitable[None]]], None]
@@ -30,6 +31,15 @@ Spawn = Callable[[str, Callable[[], Awaitable[None]]], None]
 async def open_encoder(wanted: str | Encoder | None, door: ThreadDoor) -> Encoder | None:
     """The encoder of that name, or the one that is given. Raises as `load_encoder`."""
     return await door.run(lambda: load_encoder(wanted)) if isinstance(wanted, str) else wanted
+
+
+def check_encoder(wanted: Any) -> None:
+    """Raises ConfigError unless it is a name, an encoder, or None."""
+    parts = ("encode", "dimensions", "num_bytes", "name")
+    if wanted is not None and not isinstance(wanted, str) and not all(hasattr(wanted, part) for part in parts):
+        raise ConfigError(
+            f"encoder is {wanted!r}; give 'use', None, or an object with {', '.join(parts)} (kitelib.yoco.encoder.Encoder)"
+        )
 
 
 class Matcher:
@@ -63,6 +73,8 @@ class Matcher:
         self._wordings = Wordings(pool, backend.info)
         self._near = None if encoder is None else NearQuestions(door, encoder.dimensions)
         self._verifier: Verifier | None = None
+        self._encoder_door = ThreadDoor(max_threads=1)  # one at a time, and nobody else waits for a thread
+        self._encoding = 0
         self._qualifying = False  # or done with it
         self._judge_note = ""
 
@@ -74,7 +86,13 @@ class Matcher:
     async def vector(self, question: Question) -> Vector | None:
         """The question's vector; None if it has none."""
         encoder = self._encoder
-        return None if encoder is None else await self._door.run(lambda: question_vector(encoder, question.text))
+        if encoder is None or self._encoding >= _MOST_ENCODING:
+            return None
+        self._encoding += 1
+        try:
+            return await self._encoder_door.run(lambda: question_vector(encoder, question.text))
+        finally:
+            self._encoding -= 1
 
     async def wording(
         self,
@@ -84,6 +102,7 @@ class Matcher:
         vector: Vector | None,
         ask: Ask,
         judge: Ask,
+        patience_s: float,
     ) -> Wording | None:
         """The stored wording whose units may answer the question; None if there is none. Whatever goes wrong is a miss.
 
@@ -94,8 +113,9 @@ class Matcher:
             vector: of the question, where near ones are wanted.
             ask: asks the model within the request's namespace.
             judge: asks it on the engine's own behalf, after everybody else.
+            patience_s: seconds that outer tiers are waited for.
         """
-        found = await self._wordings.find(root, question, policy.level)
+        found = await self._wordings.find(root, question, policy.level, patience_s=patience_s)
         if found is not None or not policy.neighbours or self._near is None:
             return found
         if self._verifier is None and not self._qualifying:
@@ -104,7 +124,9 @@ class Matcher:
         if self._verifier is None:
             return None
         near = await self._near.find(root, question, vector, self._verifier, ask=ask)
-        return None if near is None else await self._wordings.find(root, near, policy.level)
+        if near is None:
+            return None
+        return await self._wordings.find(root, near, policy.level, patience_s=patience_s)
 
     async def _qualify(self, judge: Ask) -> None:
         """The model has to show that it can judge before anybody is given what it says; nobody waits for that."""
@@ -115,7 +137,7 @@ class Matcher:
             )
             verifier = Verifier(judge, tokens)
             await verifier.qualify()
-        except UnsupportedOptionError as error:  # it stays so: not tried again
+        except RequestError as error:  # the model's tokens or its template don't allow it: not tried again
             self._judge_note = str(error)
             _LOG.warning("%s", error)
         except KiteError as error:  # the engine was busy, say: the next request tries again

@@ -88,6 +88,7 @@ class Request:
         logits_source: the tier of its stored logits; "" if there were none.
         asked: what is known of the prompt beside its tokens; None if no drafts are wanted.
         guess: what followed this prompt before; drafts start with it. None if the pool has nothing.
+        seek_guess: the pool's outer tiers may know such a guess, and are asked beside the request.
         answer: what is to be given without computing it (`ReusePolicy.completions`); None if the pool has nothing.
         sampling: canonical bytes of its options if its answer is to be kept for that, else None.
         question: what the last message of a chat asks; None if it is none, or if nobody wants to know.
@@ -121,6 +122,7 @@ class Request:
     logits_source: str = ""
     asked: Asked | None = None
     guess: Completion | None = None
+    seek_guess: bool = False
     answer: Completion | None = None
     sampling: bytes | None = None
     question: Question | None = None

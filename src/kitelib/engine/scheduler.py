@@ -24,6 +24,7 @@ from kitelib.engine.inbox import Inbox
 from kitelib.engine.late_blocks import LateBlocks, PrefillSpeed
 from kitelib.engine.output import Outputs
 from kitelib.engine.planning import StepPlanner
+from kitelib.engine.replaying import Replays
 from kitelib.engine.request import Branch, Request, Run
 from kitelib.engine.single_flight import SingleFlight
 from kitelib.engine.splicing import Splicer
@@ -36,8 +37,6 @@ from kitelib.errors import (
     KiteError,
 )
 from kitelib.runtime.streams import LoopPort
-from kitelib.yoco.completions import Completion
-from kitelib.yoco.encoder import Vector
 from kitelib.yoco.planner import EMPTY_PREFIX, PooledPrefix
 from kitelib.yoco.search import Late
 
@@ -57,6 +56,7 @@ class Scheduler:
 
     Attributes:
         counters: what happened so far.
+        drafting: chooses drafts; model's thread only.
         speed: how fast prompts are computed.
         ended: the thread has ended, or is about to.
     """
@@ -78,7 +78,8 @@ class Scheduler:
         self._late = LateBlocks(memory)
         self._splicer = Splicer(memory)
         self._planner = StepPlanner(memory.backend, self._late)
-        self._drafting = drafting
+        self.drafting = drafting
+        self._replays = Replays()
         self._steps = Steps(memory.backend, self._tidy)
         self.speed = PrefillSpeed(memory.backend.info.prefill_guess)
         self.counters = SchedulerCounters()
@@ -129,14 +130,6 @@ class Scheduler:
         """Branches being computed."""
         return len(self._active)
 
-    def add_vector(self, request: Request, vector: Vector) -> None:
-        """The request's question was encoded meanwhile. Model's thread only."""
-        self._drafting.add_vector(request, vector)
-
-    def draft_stats(self) -> dict[str, int]:
-        """See `Drafting.stats`."""
-        return self._drafting.stats()
-
     def active_runs(self) -> list[Run]:
         """Runs of the active branches. Model's thread only."""
         return [branch.run for branch in self._active]
@@ -151,7 +144,7 @@ class Scheduler:
 
     def fail_all(self, reason: KiteError) -> None:
         """Ends every request with `reason`. Model's thread only."""
-        for branch in [*self._waiting, *self._active]:
+        for branch in self._open_branches():
             self._fail(branch.request, reason)
 
     def invalidate(self) -> int:
@@ -161,8 +154,11 @@ class Scheduler:
             How many idle runs there were.
         """
         self._outputs.forget_recent()
-        self._drafting.forget()
-        return self._memory.invalidate(branch.run for branch in [*self._waiting, *self._active])
+        self.drafting.forget()
+        return self._memory.invalidate(branch.run for branch in self._open_branches())
+
+    def _open_branches(self) -> list[Branch]:
+        return [*self._waiting, *self._active, *self._replays.branches]
 
     # The thread
 
@@ -173,6 +169,7 @@ class Scheduler:
             while self._stopping is None:
                 self._drain_inbox()
                 self._expire()
+                self._replay()
                 self._port.flush()  # a first token from stored logits does not wait for the step
                 self._admit()
                 if not self._step() or not self._steps.overlap:
@@ -206,10 +203,11 @@ class Scheduler:
             self._inbox.await_companions()
 
     def _busy(self) -> bool:
-        return bool(self._active or self._memory.saver.pending or any(not each.fetching for each in self._waiting))
+        ready = self._active or self._memory.saver.pending or len(self._replays)
+        return bool(ready or any(not each.fetching for each in self._waiting))
 
     def _expire(self) -> None:
-        for branch, waited in overdue([*self._waiting, *self._active]):
+        for branch, waited in overdue(self._open_branches()):
             self._fail(branch.request, DeadlineExceededError(f"the request's deadline passed after {waited:.2f} s"))
 
     # Requests
@@ -231,7 +229,9 @@ class Scheduler:
         request.skipped_tokens = {tier: count * size for tier, count in request.prefix.skipped}
         logits = request.prefix.logits
         if request.answer is not None:
-            self._replay(branch, request.answer)
+            self.counters.reused_completions += 1
+            for each in (branch, *(self._new_branch(request, index) for index in range(1, request.params.n))):
+                self._replays.add(each)
         elif logits is not None and request.policy.zero_prefill:
             request.zero_prefill = True
             self.counters.zero_prefills += 1
@@ -252,7 +252,7 @@ class Scheduler:
         )
         branch = self._outputs.new_branch(request, index, run)
         request.branches.append(branch)
-        self._drafting.begin(branch)
+        self.drafting.begin(branch)
         return branch
 
     def _first_tokens(self, first: Branch, logits: npt.NDArray[np.float32]) -> None:
@@ -265,19 +265,18 @@ class Scheduler:
                 self._give(branch, request.prefix)
                 self._enqueue(branch)
 
-    def _replay(self, first: Branch, answer: Completion) -> None:
-        """What the model would say is known: gives it to every choice. Whoever wants more than that goes on computing."""
-        request = first.request
-        self.counters.reused_completions += 1
-        branches = [first, *(self._new_branch(request, index) for index in range(1, request.params.n))]
-        for branch in branches:
-            for token_id in answer.token_ids:
-                if branch.finish_reason is None and not request.closed:
+    def _replay(self) -> None:
+        """What the model would say is known: gives it out. Whoever wants more than that goes on computing."""
+        for branch, token_ids, answer in self._replays.pieces():
+            for token_id in token_ids:
+                if branch.finish_reason is None and not branch.request.closed:
                     self._take_token(branch, token_id)
-            if branch.finish_reason is None and not request.closed and answer.ended:
+            if answer is None or branch.finish_reason is not None or branch.request.closed:
+                continue
+            if answer.ended:
                 self._outputs.end(branch)
                 self._finish(branch)
-            if branch.finish_reason is None and not request.closed:
+            else:
                 branch.ask_pool = branch.run.shared
                 self._enqueue(branch)
 
@@ -300,13 +299,13 @@ class Scheduler:
         except KiteError as error:
             self._fail(branch.request, error)
             return
-        self._drafting.told(branch, taken)
+        self.drafting.told(branch, taken)
         self.counters.generated_tokens += 1
         if branch.finish_reason is not None:
             self._finish(branch)
 
     def _finish(self, branch: Branch) -> None:
-        self._drafting.verified(branch)
+        self.drafting.verified(branch)
         self._retire(branch)
         request = branch.request
         done = len(request.branches) == request.params.n and all(each.finish_reason for each in request.branches)
@@ -315,13 +314,14 @@ class Scheduler:
             self.counters.prompt_tokens += len(request.prompt)
             self.counters.cached_tokens += request.cached_tokens
             self._memory.saver.save_completion(request)
-            self._drafting.finished(request)
+            self.drafting.finished(request)
             self._outputs.complete(request)
             request.let_go()
 
     def _retire(self, branch: Branch) -> None:
         """Takes a branch out of the schedule; what it computed becomes idle."""
         self._let_go(branch)
+        self._replays.discard(branch)
         if branch in self._active:
             self._active.remove(branch)
             self._computing.end(branch)
@@ -431,7 +431,7 @@ class Scheduler:
             self._computing.computed(branch, count)
         for place, (branch, _) in enumerate(work):
             self._evaluate(branch, outputs_of(result, place))
-        self._drafting.computed(rows, drafted, seconds)
+        self.drafting.computed(rows, drafted, seconds)
         return True
 
     def _evaluate(self, branch: Branch, outputs: Sequence[npt.NDArray[np.float32] | int]) -> None:
@@ -446,7 +446,7 @@ class Scheduler:
                 break
             run.computed, run.ahead = run.computed + 1, run.ahead - 1
         self._memory.settle(run)
-        self._drafting.verified(branch)
+        self.drafting.verified(branch)
 
     def _on_output(self, branch: Branch, found: npt.NDArray[np.float32] | int) -> None:
         request = branch.request
@@ -468,7 +468,7 @@ class Scheduler:
         work = self._planner.work(ready, decodes)
         if not work and ready:
             self._preempt_one(spare=ready[0])
-        self._drafting.choose(work)
+        self.drafting.choose(work)
         return work
 
     def _make_room(self, decodes: Sequence[Branch]) -> None:

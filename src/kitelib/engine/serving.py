@@ -32,12 +32,14 @@ from kitelib.upcycle.recycler import Recycler
 from kitelib.yoco.completions import Completions
 from kitelib.yoco.encoder import Encoder
 from kitelib.yoco.planner import EMPTY_PREFIX, Planner, PooledPrefix, Spawn, late_prefix
+from kitelib.yoco.wordings import Question
 
 __all__ = ["Serving", "load_backend", "use_model"]
 
 
 _MAX_ROOTS = 65536
 _SAVE_WAIT_S = 0.5
+_GUESS_WAIT_S = 1.0  # nobody waits for it
 
 
 @dataclasses.dataclass(slots=True)
@@ -112,16 +114,23 @@ class Serving:
     def submitted(self, request: Request) -> None:
         """The scheduler has the request: what takes time and only helps with drafts follows. On the event loop."""
         _bind_late(self.scheduler, request, request.prefix)
-        question, asked = request.question, request.asked
-        if question is None or asked is None or not self.matcher.encodes or request.vector is not None:
+        if request.asked is None:
             return
+        question = request.question
+        if request.seek_guess:
+            self.spawn("guess", lambda: self._add_guess(request))
+        if question is not None and self.matcher.encodes and request.vector is None:
+            self.spawn("encode", lambda: self._add_vector(request, question))
 
-        async def encode() -> None:
-            vector = await self.matcher.vector(question)
-            if vector is not None:
-                self.scheduler.call(lambda: self.scheduler.add_vector(request, vector))
+    async def _add_guess(self, request: Request) -> None:
+        guess = await self.completions.find(request.chain, None, patience_s=_GUESS_WAIT_S)
+        if guess is not None:
+            self.scheduler.call(lambda: self.scheduler.drafting.add_guess(request, guess))
 
-        self.spawn("encode", encode)
+    async def _add_vector(self, request: Request, question: Question) -> None:
+        vector = None if request.closed else await self.matcher.vector(question)
+        if vector is not None:
+            self.scheduler.call(lambda: self.scheduler.drafting.add_vector(request, vector))
 
     def root(self, policy: ReusePolicy, adapter: str | None) -> Fingerprint:
         """Where the fingerprints of a tenant's requests start."""
@@ -187,7 +196,7 @@ class Serving:
             **self.backend.stats(),
             "queued": self.scheduler.num_waiting,
             "running": self.scheduler.num_active,
-            "drafts": self.scheduler.draft_stats(),
+            "drafts": self.scheduler.drafting.stats(),
             "matching": self.matcher.stats(),
             "blocks_used": -(-active // size),
             "blocks_idle": max(0, -(-self.backend.used_tokens() // size) - -(-active // size)),

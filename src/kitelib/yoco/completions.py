@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import anyio
 import numpy as np
 
 from kitelib.abc import ModelInfo
@@ -102,17 +103,18 @@ class Completions:
     def _key(chain: BlockChain, sampling: bytes | None) -> Fingerprint:
         return end_fingerprint(_parent(chain, sampling), chain.tail)
 
-    async def find(self, chain: BlockChain, sampling: bytes | None, *, outside: bool) -> Completion | None:
-        """What is known to follow a prompt; `outside` asks the outer tiers as well. Whatever a store does wrong is a
-        miss."""
+    async def find(self, chain: BlockChain, sampling: bytes | None, *, patience_s: float = 0.0) -> Completion | None:
+        """What is known to follow a prompt. Whatever a store does wrong is a miss; outer tiers are asked for as long as
+        `patience_s` seconds."""
         wanted = self.wanted(chain, sampling)
         units = await self._pool.fetch_run([wanted])
         if units:
             return self._read(units[0], "memory")
-        if outside and self._pool.tiers.tiers:
-            (found,) = await self._pool.fetch_any([wanted])
-            if found is not None:
-                return self._read(*found)
+        if patience_s and self._pool.tiers.tiers:
+            with anyio.move_on_after(patience_s):
+                (found,) = await self._pool.fetch_any([wanted])
+                if found is not None:
+                    return self._read(*found)
         return None
 
     def _read(self, unit: RecyclableUnit, source: str) -> Completion | None:

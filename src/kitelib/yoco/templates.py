@@ -11,7 +11,7 @@ import bisect
 import dataclasses
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from kitelib.yoco.volatile import Kind, Volatile, find_volatile
@@ -72,12 +72,14 @@ class Template:
         fixed_chars: characters that all of them have, in order.
         gaps: where they differ, in the order of the first prompt.
         expressions: template expressions that stand unfilled in the common text.
+        constants: other volatile parts that are the same in all prompts, with common text behind them.
     """
 
     num_prompts: int
     fixed_chars: int
     gaps: tuple[Gap, ...]
     expressions: tuple[Volatile, ...]
+    constants: tuple[Volatile, ...]
 
     @property
     def first_volatile(self) -> Gap | None:
@@ -146,12 +148,19 @@ class TemplateBuilder:
                 gaps.append(gap)
             before += self._length(start, end)
             position = end
-        expressions = tuple(
-            Volatile(piece.start, piece.start + len(piece.text), "template", piece.text)
-            for piece, fixed in zip(self._pieces, self._fixed, strict=True)
-            if fixed and piece.volatile == "template"
-        )
-        return Template(self.num_prompts, total, tuple(gaps), expressions)
+        last = runs[-1][1] - 1 if runs else 0
+        constants = tuple(part for index, part in self._common_parts() if index < last and part.kind != "template")
+        return Template(self.num_prompts, total, tuple(gaps), self.expressions(), constants)
+
+    def expressions(self) -> tuple[Volatile, ...]:
+        """Template expressions that stand unfilled in what all prompts so far have in common."""
+        return tuple(part for _, part in self._common_parts() if part.kind == "template")
+
+    def _common_parts(self) -> Iterator[tuple[int, Volatile]]:
+        """Volatile parts that all prompts have, with the index of their piece."""
+        for index, (piece, fixed) in enumerate(zip(self._pieces, self._fixed, strict=True)):
+            if fixed and piece.volatile is not None:
+                yield index, Volatile(piece.start, piece.start + len(piece.text), piece.volatile, piece.text)
 
     def _length(self, start: int, end: int) -> int:
         return sum(map(len, self._words[start:end]))

@@ -26,7 +26,7 @@ from kitelib.stores.wanted import Wanted
 from kitelib.upcycle.unit import Expectation, RecyclableUnit
 from kitelib.yoco.canonical import Level, signature, tables_digest
 
-__all__ = ["MAX_TEXT_BYTES", "Question", "Wording", "Wordings", "question_of"]
+__all__ = ["MAX_TEXT_BYTES", "Question", "Wording", "Wordings", "question_of", "with_question"]
 
 _LOG = logging.getLogger("kitelib.wordings")
 
@@ -103,6 +103,17 @@ def question_of(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] 
     return Question(text, hashlib.sha256(fields).digest())
 
 
+def with_question(messages: Sequence[Message], text: str) -> list[Message] | None:
+    """The chat with another text in its last message; None if that message has several parts."""
+    *before, last = messages
+    content = last.get("content")
+    if isinstance(content, str):
+        return [*before, {**last, "content": text}]
+    if isinstance(content, (list, tuple)) and len(content) == 1:
+        return [*before, {**last, "content": [{**content[0], "text": text}]}]
+    return None
+
+
 def _parts(content: Any) -> tuple[list[str], list[dict[str, Any]]] | None:
     """The texts of a message's content, and the other keys of each part; None if there is something else in it."""
     if isinstance(content, str):
@@ -165,9 +176,11 @@ class Wordings:
         cf = end_fingerprint(_parent(root, question.digest(level)), _NO_TOKENS)
         return Wanted.of(Expectation("completion", cf, _NO_TOKENS, self._info.model_state, LAYOUT), root)
 
-    async def find(self, root: bytes, question: Question, level: Level) -> Wording | None:
+    async def find(
+        self, root: bytes, question: Question, level: Level, *, patience_s: float = _PATIENCE_S
+    ) -> Wording | None:
         """The wording that stands for a question, which may be the question's own. Whatever a store does wrong is a
-        miss.
+        miss; outer tiers are asked for as long as `patience_s` seconds.
 
         It says nothing of whether the KV of the wording is still there; see docs/matching.md.
         """
@@ -177,7 +190,7 @@ class Wordings:
             if units:
                 return self._read(units[0], question, level, "memory")
             if self._pool.tiers.tiers:
-                with anyio.move_on_after(_PATIENCE_S):
+                with anyio.move_on_after(patience_s):
                     (found,) = await self._pool.fetch_any([wanted])
                     if found is not None:
                         return self._read(found[0], question, level, found[1])
@@ -195,7 +208,7 @@ class Wordings:
         if num_bytes > MAX_TEXT_BYTES or start >= len(data) or any(data[4 + num_bytes : start]):
             return None
         token_ids = tuple(np.frombuffer(data, "<u4", offset=start).tolist())
-        if len(token_ids) > self._info.context_tokens or max(token_ids) >= self._info.vocab_size:
+        if len(token_ids) >= self._info.context_tokens or max(token_ids) >= self._info.vocab_size:
             return None
         try:
             text = data[4 : 4 + num_bytes].decode("utf-8", "surrogatepass")

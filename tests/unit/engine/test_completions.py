@@ -15,7 +15,7 @@ from kitelib.upcycle.unit import RecyclableUnit
 from kitelib.yoco.completions import sampling_key
 from tests.support.answers import answer
 from tests.support.backends import BackendKit
-from tests.support.engines import some_tokens
+from tests.support.engines import assert_nothing_left, some_tokens
 
 STORED = ReusePolicy(completions=True)
 COLD = ReusePolicy(mode="off")
@@ -174,6 +174,63 @@ async def test_a_forged_unit_is_a_miss(engine: KiteEngine, damage: str) -> None:
     gen, steps = await again(engine, prompt, max_tokens=6)
     assert steps > 0
     assert answer(gen) == answer(first)
+
+
+async def put_answer(
+    engine: KiteEngine, prompt: list[int], params: SamplingParams, ids: list[int], *, ended: bool
+) -> None:
+    """A unit that is well formed, and was never computed."""
+    serving = engine._current
+    chain = BlockChain(serving.root(engine.reuse, None), serving.backend.info.block_tokens, prompt)
+    unit = serving.completions.unit(chain, sampling_key(params), ids, ended=ended, epoch=engine.pool.epoch)
+    await engine.pool.put_units([unit], engine.pool.epoch)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+async def test_an_answer_that_the_constraint_forbids_is_a_miss(engine: KiteEngine, ended: bool) -> None:
+    options = {"max_tokens": 8, "regex": "[0-9]{5}"}
+    for prompt, forbidden in ((some_tokens(30), True), (some_tokens(30, 7), False)):
+        cold = await engine.generate(prompt, reuse=COLD, **options)
+        ids = [100, 101] if forbidden else cold.token_ids[:1]
+        await put_answer(engine, prompt, SamplingParams(**options), ids, ended=ended)
+        gen, _ = await again(engine, prompt, **options)
+        assert answer(gen) == answer(cold)
+        assert gen.reuse.completion == (not forbidden and not ended)
+
+
+async def test_a_long_answer_is_given_piece_by_piece(engine: KiteEngine) -> None:
+    """Others go on meanwhile, and who leaves in the middle leaves nothing."""
+    prompt = some_tokens(20)
+    ids = [100 + index % 50 for index in range(400)]
+    await put_answer(engine, prompt, SamplingParams(ignore_eos=True), ids, ended=True)
+    options: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "reuse": STORED}
+    gen = await engine.generate(prompt, n=3, **options)
+    assert [choice.token_ids for choice in gen.choices] == [ids] * 3
+    count = 0
+    async for chunk in engine.stream(prompt, **options):
+        count += len(chunk.token_ids)
+        if count > 70:
+            break
+    await assert_nothing_left(engine)
+    expired = [chunk async for chunk in engine.stream(prompt, deadline=60, **options)]
+    assert sum(len(chunk.token_ids) for chunk in expired) == 400
+    await assert_nothing_left(engine)
+
+
+@pytest.mark.usefixtures("eager_drafts")
+async def test_another_process_guesses_from_what_is_on_disk(kit: BackendKit, cache_dir: Path, tmp_path: Path) -> None:
+    prompt, pool = some_tokens(40), PoolConfig(disk=str(tmp_path))
+    options: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "temperature": 1.0, "seed": 4}
+    found = []
+    for _ in range(2):
+        async with KiteEngine.open(kit.small(), n_ctx=512, threads=1, cache_dir=cache_dir, pool=pool) as engine:
+            await engine.pool.warm()
+            await engine.generate(some_tokens(40, 7), max_tokens=2)  # tiers are measured
+            found.append(await engine.generate(prompt, **options))
+    assert found[0].token_ids == found[1].token_ids
+    assert "same prompt" not in found[0].reuse.drafts
+    if found[1].reuse.zero_prefill:  # else the tier was slower than computing, and nothing of it was waited for
+        assert found[1].reuse.drafts["same prompt"].accepted > 0
 
 
 async def test_another_process_finds_the_answer_on_disk(kit: BackendKit, cache_dir: Path, tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ import numpy.typing as npt
 import pytest
 
 from kitelib import ConfigError, KiteEngine, PoolConfig, ReusePolicy, UnsupportedOptionError
+from kitelib.backends.chat_template import ChatTemplate
 from tests.support.answers import answer, evict_to_pool
 from tests.support.backends import BackendKit
+from tests.support.engines import holder_of_template, until
 
 SYSTEM = {"role": "system", "content": "You are the assistant of a bank. Cards are free. We open at nine."}
 SEMANTIC = ReusePolicy(mode="semantic")
@@ -166,6 +168,39 @@ async def test_another_engine_finds_the_wording_on_disk(kit: BackendKit, cache_d
             assert gen.reuse.wording in (expected, None)  # a tier that was never read may be slower than computing
 
 
+DATED = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}It is DAY.\nassistant: "
+
+
+async def test_a_template_that_renders_something_else_today(
+    engine: KiteEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As templates do that show the date: the messages are the same, the prompt is not."""
+
+    def today(day: str) -> None:
+        template = ChatTemplate(DATED.replace("DAY", day), "", "<|im_end|>")
+        monkeypatch.setattr(holder_of_template(engine), "_template", template)
+
+    today("Monday")
+    await asked_first(engine)
+    assert (await ask(engine, SAME)).reuse.wording == FIRST
+    today("Tuesday")
+    gen = await ask(engine, SAME)
+    assert (gen.reuse.wording, gen.reuse.exactness) == (None, "bitwise")
+    await engine.flush()
+    assert (await ask(engine, FIRST.upper())).reuse.wording == SAME  # which stands for the question from now on
+
+
+async def test_a_message_of_several_parts(engine: KiteEngine) -> None:
+    def parts(*texts: str) -> list[dict[str, Any]]:
+        return [SYSTEM, {"role": "user", "content": [{"type": "text", "text": text} for text in texts]}]
+
+    await ask(engine, "", messages=parts(FIRST))
+    await ask(engine, "", messages=parts("How do I", "block my card?"))
+    await engine.flush()
+    assert (await ask(engine, "", messages=parts(SAME))).reuse.wording == FIRST
+    assert (await ask(engine, "", messages=parts("how do i", "block my card"))).reuse.wording is None
+
+
 async def test_many_at_once(engine: KiteEngine) -> None:
     await asked_first(engine)
     wordings = [SAME, SAME.upper(), f"{FIRST}!!", f"please, {FIRST}", "How do I block my cards"] * 4
@@ -199,16 +234,17 @@ class Bag:
         return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
-@pytest.mark.usefixtures("eager_drafts")
-async def test_neighbours_are_guesses(kit: BackendKit, cache_dir: Path) -> None:
-    near = "Which way do I block this card?"
-    async with KiteEngine.open(kit.text(), n_ctx=512, threads=1, cache_dir=cache_dir, encoder=Bag()) as engine:
-        for _ in range(2):
-            await ask(engine, FIRST, ReusePolicy(), max_tokens=16)
-        gen = await ask(engine, near, ReusePolicy(), max_tokens=40, ignore_eos=True)
-        assert gen.reuse.drafts.keys() & {"neighbour", "conversation", "answers", "prompt"}
-        assert answer(gen) == answer(await ask(engine, near, ReusePolicy(mode="off"), max_tokens=40, ignore_eos=True))
-        assert engine.stats()["matching"]["encoder_bytes"] == 0
+async def test_answers_are_kept_with_the_vectors_of_their_questions(kit: BackendKit, cache_dir: Path) -> None:
+    """The vector comes beside the request, so not in time for the shortest ones."""
+    encoder = Bag()
+    async with KiteEngine.open(kit.text(), n_ctx=512, threads=1, cache_dir=cache_dir, encoder=encoder) as own:
+        first = await ask(own, FIRST, ReusePolicy(), max_tokens=40, ignore_eos=True)
+        serving = own._current
+        kept = serving.scheduler.drafting._library._roots[serving.root(own.reuse, None)].records
+        near = kept.near(encoder.encode(["Which way do I block this card?"])[0])
+        assert [[ord(character) for character in text] for _, text in near] == [first.token_ids]
+        assert near[0][0] > 0.9
+        assert own.stats()["matching"]["encoder_bytes"] == 0
 
 
 async def test_a_failing_encoder_is_a_miss(kit: BackendKit, cache_dir: Path) -> None:
@@ -226,6 +262,26 @@ async def test_neighbours_need_an_encoder(engine: KiteEngine) -> None:
         await ask(engine, FIRST, ReusePolicy(mode="semantic", neighbours=True))
 
 
-async def test_unknown_encoders_are_refused(kit: BackendKit, cache_dir: Path) -> None:
+@pytest.mark.parametrize("encoder", ["bert", 3, ["use"], object()], ids=str)
+async def test_unknown_encoders_are_refused(kit: BackendKit, cache_dir: Path, encoder: Any) -> None:
     with pytest.raises(ConfigError, match="'use'"):
-        await KiteEngine.open(kit.text(), threads=1, cache_dir=cache_dir, encoder="bert")
+        await KiteEngine.open(kit.text(), threads=1, cache_dir=cache_dir, encoder=encoder)
+
+
+async def test_a_judge_that_can_not_be_asked_is_asked_once(
+    engine: KiteEngine, kit: BackendKit, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template that refuses system messages, as Gemma's does."""
+    refusing = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m.content }}\n{% endfor %}"
+    policy = ReusePolicy(mode="semantic", neighbours=True)
+    async with KiteEngine.open(kit.text(), n_ctx=512, threads=1, cache_dir=cache_dir, encoder=Bag()) as own:
+        monkeypatch.setattr(holder_of_template(own), "_template", ChatTemplate(refusing, "", "<|im_end|>"))
+        asked: list[str] = []
+        matcher = own._current.matcher
+        monkeypatch.setattr(matcher, "_spawn", lambda name, job: (asked.append(name), spawn(name, job)))
+        spawn = own._current.spawn
+        for question in ("One?", "Two?", "Three?"):
+            await own.chat([{"role": "user", "content": question}], max_tokens=2, reuse=policy)
+            await until(lambda: own.stats()["matching"]["judge"] != "")
+        assert asked.count("qualify") == 1
+        assert "no system" in own.stats()["matching"]["judge"]

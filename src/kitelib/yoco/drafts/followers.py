@@ -1,11 +1,13 @@
 """What predicts the next tokens of an answer: stored texts that are followed, counts of all answers, the prompt itself.
 
 Each follower is told every token of the answer (`advance`), and what it predicted is compared with it, whether or not
-the model was asked to verify it: that is how the rates of its kind are learned.
+the model was asked to verify it: that is how the rates of its kind are learned. Where much was said since, it goes over
+it without learning (`skip`).
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from array import array
 from collections.abc import Callable, Iterable
@@ -16,7 +18,6 @@ from kitelib.yoco.drafts.suffix_automaton import SuffixAutomaton
 
 __all__ = [
     "ANSWER_PRIORS",
-    "LARGEST_TOKEN",
     "STORED_PRIORS",
     "AnswersFollower",
     "Follower",
@@ -26,11 +27,9 @@ __all__ = [
     "as_text",
 ]
 
-LARGEST_TOKEN: Final = 0x10FFFF
-"""Largest token id that texts can hold; no vocabulary comes near it."""
-
 Text = str
-"""Token ids as code points: two bytes per token for most vocabularies, and searched at the speed of `str.find`."""
+"""Token ids as code points: two bytes per token for most vocabularies, and searched at the speed of `str.find`. No
+vocabulary comes near the largest, 0x10FFFF."""
 
 _CODE_POINTS: Final = "utf-32-le" if sys.byteorder == "little" else "utf-32-be"
 _WORTH: Final = 0.02  # a proposal ends where the chance that it is right so far falls below
@@ -54,17 +53,26 @@ STORED_PRIORS: Final = (
 
 _LENGTH_CLASS: Final = (0, 0, 1, 2, 3, 3, 4, 4, 4, 5)
 _SHARE_CLASSES: Final = 8
-ANSWER_PRIORS: Final = tuple(
-    (0.35 + 0.13 * length) * (share + 0.5) / _SHARE_CLASSES for length in range(6) for share in range(_SHARE_CLASSES)
+_USEFUL: Final = 6 * _SHARE_CLASSES  # the cell of all tokens, also of those that were not predicted
+_POOR: Final = 0.05  # share of tokens that were predicted right, below which answers have too little in common
+_RECENT: Final = 16  # tokens from which the automaton is followed again
+ANSWER_PRIORS: Final = (
+    *(
+        (0.35 + 0.13 * length) * (share + 0.5) / _SHARE_CLASSES
+        for length in range(6)
+        for share in range(_SHARE_CLASSES)
+    ),
+    0.5,
 )
-"""Rates of the automaton's predictions before anything was observed: by matched length and by share of the counts."""
+"""Rates of the automaton's predictions before anything was observed: by matched length and by share of the counts; and
+of all tokens together."""
 
 Found = tuple[list[int], list[float], float]
 """Tokens, chances, and the sum of the chances."""
 
 
 def as_text(token_ids: Iterable[int]) -> Text | None:
-    """Token ids as a text; None if one of them is beyond `LARGEST_TOKEN`."""
+    """Token ids as a text; None if one of them is no code point."""
     try:
         return array("I", token_ids).tobytes().decode(_CODE_POINTS, "surrogatepass")
     except (ValueError, OverflowError):
@@ -101,8 +109,11 @@ class Follower(Protocol):
     def propose(self, most: int) -> Found | None:
         """At most `most` tokens; None if it predicts nothing."""
 
-    def advance(self, token: int) -> None:
-        """The next token of the answer."""
+    def advance(self, text: Text) -> None:
+        """The next tokens of the answer, at least one."""
+
+    def skip(self, text: Text) -> None:
+        """The same, without learning from it."""
 
 
 class StoredFollower:
@@ -136,32 +147,45 @@ class StoredFollower:
         ahead = list(map(ord, text[at : at + most]))
         return _with_chances(ahead, self._rates, self._base + self._slips * _CLASSES, self._agreed)
 
-    def advance(self, token: int) -> None:
-        """Moves the cursor, or looks for another place; notes whether the text was right."""
-        at, text = self.at, self.text
-        char = chr(token)
-        if 0 <= at < len(text):
-            hit = text[at] == char
-            self._rates.note(self._base + self._slips * _CLASSES + _AGREED[self._agreed], hit)
-            if hit:
-                self.at = at + 1
-                if self._agreed < _FAR:
-                    self._agreed += 1
-                self._last = (self._last + char)[-3:]
-                return
-            slipped = self._agreed > 0 or at == 0
-            self._slips = min(self._slips + 1, 2)
-        else:
+    def advance(self, text: Text) -> None:
+        """Moves the cursor, or looks for another place; notes whether the stored text was right."""
+        stored, rates, base = self.text, self._rates, self._base
+        at, agreed, last = self.at, self._agreed, self._last
+        for char in text:
+            last = (last + char)[-3:]
             slipped = False
-        self._last = (self._last + char)[-3:]
-        self._align(at, slipped)
+            if 0 <= at < len(stored):
+                hit = stored[at] == char
+                rates.note(base + self._slips * _CLASSES + _AGREED[agreed], hit)
+                if hit:
+                    at += 1
+                    if agreed < _FAR:
+                        agreed += 1
+                    continue
+                slipped = agreed > 0 or at == 0
+                self._slips = min(self._slips + 1, 2)
+            if at >= 0:
+                self._lost_at = at
+            at, agreed = self._align(last, at, slipped)
+        self.at, self._agreed, self._last = at, agreed, last
 
-    def _align(self, at: int, slipped: bool) -> None:
-        """Finds where the answer's last three or two tokens stand in the text, near the cursor first."""
-        self._agreed = 0
-        if at >= 0:
-            self._lost_at = at
-        last, text = self._last, self.text
+    def skip(self, text: Text) -> None:
+        """Goes on behind `text` if the stored text has it here, or looks for where its end stands."""
+        self._last = text[-3:]
+        if self.at >= 0 and self.text.startswith(text, self.at):
+            self.at += len(text)
+            self._agreed = _FAR
+            return
+        self._lost_at = min(max(self.at, self._lost_at) + len(text), len(self.text))
+        self.at, self._agreed = self._align(self._last, -1, False)
+
+    def _align(self, last: Text, at: int, slipped: bool) -> tuple[int, int]:
+        """Finds where the answer's last three or two tokens stand in the text, near the cursor first.
+
+        Returns:
+            The cursor, and how many tokens agree before it.
+        """
+        text = self.text
         if len(last) >= 2 and text.find(last[-2:]) >= 0:
             near = max(0, self._lost_at - _NEAR)
             for wanted in (last, last[-2:]):
@@ -169,22 +193,29 @@ class StoredFollower:
                 if found < 0 and near:
                     found = text.find(wanted)
                 if found >= 0:
-                    self.at = found + len(wanted)
-                    self._agreed = len(wanted) - 1
-                    return
+                    return found + len(wanted), len(wanted) - 1
         # One other token in the place of one of the text's: it may go on behind it.
-        self.at = at + 1 if slipped else -1
+        return (at + 1 if slipped else -1), 0
 
 
 class AnswersFollower:
-    """Predicts from all answers of the root: what followed the longest suffix of the answer that occurs in them."""
+    """Predicts from all answers of the root: what followed the longest suffix of the answer that occurs in them.
 
-    __slots__ = ("_automaton", "_length", "_rates", "_state", "source")
+    Args:
+        automaton: of the answers.
+        rates: the rates to learn and to use.
+        tries: whether to follow also while hardly anything that is said was predicted. Otherwise that costs nothing,
+            until those that try find that answers have something in common again.
+    """
 
-    def __init__(self, automaton: SuffixAutomaton, rates: Rates) -> None:
+    __slots__ = ("_automaton", "_length", "_rates", "_recent", "_state", "_tries", "source")
+
+    def __init__(self, automaton: SuffixAutomaton, rates: Rates, tries: bool) -> None:
         self.source = "answers"
         self._automaton = automaton
         self._rates = rates
+        self._tries = tries
+        self._recent: Text = ""  # what was said last, if it is not followed
         self._state, self._length = automaton.begin()
 
     def propose(self, most: int) -> Found | None:
@@ -212,18 +243,44 @@ class AnswersFollower:
             length += 1
         return (tokens, chances, total) if tokens else None
 
-    def advance(self, token: int) -> None:
-        """Matches one token more; notes whether the most frequent continuation was right."""
+    def advance(self, text: Text) -> None:
+        """Matches the tokens; notes whether the most frequent continuations were right."""
+        rates = self._rates
+        if not self._tries and rates.values[_USEFUL] < _POOR:
+            self._recent = (self._recent + text)[-_RECENT:]
+            self._state = self._length = 0
+            return
+        if self._recent:
+            self._match(self._recent)
+            self._recent = ""
         automaton, state, length = self._automaton, self._state, self._length
-        if state:
-            predicted = automaton.best_tokens[state]
-            if predicted >= 0:
-                counts = automaton.counts
-                share = (counts[automaton.best_states[state]] * _SHARE_CLASSES) // (counts[state] + 1)
-                length_class = _LENGTH_CLASS[length] if length < 10 else 5
-                cell = length_class * _SHARE_CLASSES + min(share, _SHARE_CLASSES - 1)
-                self._rates.note(cell, predicted == token)
-        self._state, self._length = automaton.advance(state, length, token)
+        counts, best_tokens, best_states = automaton.counts, automaton.best_tokens, automaton.best_states
+        for token in map(ord, text):
+            hit = False
+            if state:
+                predicted = best_tokens[state]
+                if predicted >= 0:
+                    hit = predicted == token
+                    share = (counts[best_states[state]] * _SHARE_CLASSES) // (counts[state] + 1)
+                    length_class = _LENGTH_CLASS[length] if length < 10 else 5
+                    rates.note(length_class * _SHARE_CLASSES + min(share, _SHARE_CLASSES - 1), hit)
+            rates.note(_USEFUL, hit)
+            state, length = automaton.advance(state, length, token)
+        self._state, self._length = state, length
+
+    def skip(self, text: Text) -> None:
+        """Matches the last of the tokens alone."""
+        self._recent = text[-_RECENT:]
+        self._state = self._length = 0
+        if self._tries or self._rates.values[_USEFUL] >= _POOR:
+            self._match(self._recent)
+            self._recent = ""
+
+    def _match(self, text: Text) -> None:
+        state, length = 0, 0
+        for token in map(ord, text):
+            state, length = self._automaton.advance(state, length, token)
+        self._state, self._length = state, length
 
 
 class PromptFollower:
@@ -287,27 +344,38 @@ class PromptFollower:
             return None
         return _with_chances(ahead, self._rates, self._base + self._in_prompt * _CLASSES, self._agreed)
 
-    def advance(self, token: int) -> None:
+    def advance(self, text: Text) -> None:
         """Goes on with what is followed, or finds the answer's last two tokens earlier in it."""
-        at, said = self._at, self._said
-        if at >= 0:
-            known = self._text if self._in_prompt else said
-            hit = at < len(known) and known[at] == (chr(token) if self._in_prompt else token)
-            if at < len(known):
-                self._rates.note(self._base + self._in_prompt * _CLASSES + _AGREED[self._agreed], hit)
-            self._at = at + 1 if hit else -1
-            if hit and self._agreed < _FAR:
-                self._agreed += 1
-        said.append(token)
+        said, pairs = self._said, self._pairs
         self._searched = False
-        if len(said) < 2:
-            return
-        pair = (said[-2], token)
-        earlier = self._pairs.get(pair)
-        self._pairs[pair] = len(said)
-        if self._at < 0 and earlier is not None:
-            self._at, self._in_prompt = earlier, False
-            self._agreed = 3 if earlier > 2 and len(said) > 2 and said[earlier - 3] == said[-3] else 2
+        for token in map(ord, text):
+            at = self._at
+            if at >= 0:
+                known: Text | list[int] = self._text if self._in_prompt else said
+                hit = at < len(known) and known[at] == (chr(token) if self._in_prompt else token)
+                if at < len(known):
+                    self._rates.note(self._base + self._in_prompt * _CLASSES + _AGREED[self._agreed], hit)
+                self._at = at + 1 if hit else -1
+                if hit and self._agreed < _FAR:
+                    self._agreed += 1
+            said.append(token)
+            if len(said) < 2:
+                continue
+            pair = (said[-2], token)
+            earlier = pairs.get(pair)
+            pairs[pair] = len(said)
+            if self._at < 0 and earlier is not None:
+                self._at, self._in_prompt = earlier, False
+                self._agreed = 3 if earlier > 2 and len(said) > 2 and said[earlier - 3] == said[-3] else 2
+
+    def skip(self, text: Text) -> None:
+        """Notes the pairs of tokens, and finds the last one earlier in the answer."""
+        said = self._said
+        before = max(len(said) - 1, 0)
+        said.extend(map(ord, text[:-1]))
+        self._pairs.update(zip(itertools.pairwise(said[before:]), itertools.count(before + 2)))
+        self._at = -1
+        self.advance(text[-1])
 
     def _search(self) -> None:
         self._searched = True

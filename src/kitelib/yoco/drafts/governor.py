@@ -62,17 +62,20 @@ class Governor:
         overhead_s: float = 0.0,
         branches: int | None = None,
     ) -> None:
-        """Takes in what a step with drafts took and gave; or, with `drafted` 0, that proposing took time for nothing.
+        """Takes in what a step with drafts took and gave; or, with `drafted` 0, that drafts took time for nothing.
 
         Args:
             rows: rows of the step without its draft tokens.
             drafted: its draft tokens, of all branches together.
             accepted: how many of them were accepted.
             seconds: what the step took.
-            overhead_s: what proposing and choosing drafts took.
+            overhead_s: what proposing and choosing drafts took, and all else that is done for them.
             branches: rows that decode; None means that all do. It matters for what an accepted token is worth: its
                 part of a step that only decodes.
         """
+        if not drafted and self._step_s:
+            self.balance_s += max(-overhead_s, -_WORST_STEPS * self._step_s)
+            return
         decoding = rows if branches is None else branches
         without, alone = self._cost.estimate(rows), self._cost.estimate(decoding)
         expected = self._cost.estimate(rows + drafted)

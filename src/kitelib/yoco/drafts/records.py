@@ -18,7 +18,9 @@ __all__ = ["Records"]
 _RECORD_BYTES: Final = 700  # a record beside its text and its vector: three digests, and entries of four dicts
 _NEIGHBOURS: Final = 3
 _LEAST_LIKENESS: Final = 0.5
-_FIRST_ROWS: Final = 64
+_ROWS: Final = 256  # of one matrix of vectors: a larger one would take milliseconds to grow
+_MOST_BLOCKS: Final = 8  # full blocks at which earlier prompts are looked for
+_MOST_ENDS: Final = 16  # ends of earlier prompts that are looked for: each is a digest
 
 Vector = npt.NDArray[np.float32]
 
@@ -26,6 +28,7 @@ Vector = npt.NDArray[np.float32]
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Record:
     block: bytes | None
+    tail_tokens: int
     signature: bytes | None
     row: int  # of its vector; -1 if it has none
     text: str
@@ -38,31 +41,63 @@ class Records:
     Attributes:
         num_bytes: bytes held, estimated.
         num_tokens: tokens of all completions.
+        version: another number after each change.
     """
 
-    __slots__ = ("_blocks", "_free", "_owners", "_records", "_signatures", "_vectors", "num_bytes", "num_tokens")
+    __slots__ = (
+        "_free",
+        "_owners",
+        "_records",
+        "_signatures",
+        "_tails",
+        "_vectors",
+        "num_bytes",
+        "num_tokens",
+        "version",
+    )
 
     def __init__(self) -> None:
+        self.version = 0
         self.num_bytes = 0
         self.num_tokens = 0
         self._records: OrderedDict[bytes, _Record] = OrderedDict()  # by the prompt's end
-        self._blocks: dict[bytes, int] = {}  # last full blocks of prompts, and of how many
+        # last full block of prompts -> number of tokens after it -> of how many prompts
+        self._tails: dict[bytes, dict[int, int]] = {}
         self._signatures: dict[bytes, bytes] = {}
-        self._vectors: Vector | None = None  # shape (rows, dimensions)
+        self._vectors: list[Vector] = []  # each of shape (_ROWS, dimensions)
         self._owners: list[bytes | None] = []  # per row, the prompt's end
         self._free: list[int] = []
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def add(self, end: bytes, block: bytes | None, signature: bytes | None, vector: Vector | None, text: str) -> None:
-        """Keeps a completion as the latest, in the place of one of the same prompt."""
+    def add(
+        self,
+        end: bytes,
+        block: bytes | None,
+        tail_tokens: int,
+        signature: bytes | None,
+        vector: Vector | None,
+        text: str,
+    ) -> None:
+        """Keeps a completion as the latest, in the place of one of the same prompt.
+
+        Args:
+            end: identifies the prompt.
+            block: its last full block; None if it has none.
+            tail_tokens: its tokens after that.
+            signature: of its question.
+            vector: of its question.
+            text: the completion.
+        """
         self._drop(end)
+        self.version += 1
         row = self._place(end, vector)
         num_bytes = _RECORD_BYTES + sys.getsizeof(text) + (4 * len(vector) if row >= 0 and vector is not None else 0)
-        self._records[end] = _Record(block, signature, row, text, num_bytes)
+        self._records[end] = _Record(block, tail_tokens, signature, row, text, num_bytes)
         if block is not None:
-            self._blocks[block] = self._blocks.get(block, 0) + 1
+            tails = self._tails.setdefault(block, {})
+            tails[tail_tokens] = tails.get(tail_tokens, 0) + 1
         if signature is not None:
             self._signatures[signature] = end
         self.num_bytes += num_bytes
@@ -80,19 +115,32 @@ class Records:
     def of_beginning(self, fingerprints: Sequence[bytes], block_tokens: int, prompt: Sequence[int]) -> str | None:
         """The completion of the longest other prompt that this one begins with: the turn before, in a conversation.
 
+        At most 16 ends are looked for, behind the last 8 blocks where other prompts end.
+
         Args:
             fingerprints: of the prompt's full blocks.
             block_tokens: tokens of one.
             prompt: its token ids.
         """
+        blocks, ends = _MOST_BLOCKS, _MOST_ENDS
         for count in range(len(fingerprints), 0, -1):
             block = fingerprints[count - 1]
-            if self._blocks.get(block):
-                start = count * block_tokens
-                for stop in range(min(start + block_tokens, len(prompt)) - 1, start - 1, -1):
-                    text = self._text(end_fingerprint(block, prompt[start:stop]))
-                    if text is not None:
-                        return text
+            tails = self._tails.get(block)
+            if tails is None:
+                continue
+            start = count * block_tokens
+            for tail_tokens in sorted(tails, reverse=True):
+                if start + tail_tokens >= len(prompt):
+                    continue
+                text = self._text(end_fingerprint(block, prompt[start : start + tail_tokens]))
+                if text is not None:
+                    return text
+                ends -= 1
+                if not ends:
+                    return None
+            blocks -= 1
+            if not blocks:
+                return None
         return None
 
     def of_signature(self, signature: bytes | None) -> str | None:
@@ -101,11 +149,11 @@ class Records:
 
     def near(self, vector: Vector | None) -> list[tuple[float, str]]:
         """Likeness (dot product) and completion of the few questions that are most alike, the nearest first."""
-        vectors = self._vectors
-        if vector is None or vectors is None or vector.shape != vectors.shape[1:]:
+        if vector is None or not self._fits(vector) or not self._owners:
             return []
         # Not BLAS: its threads cost more than so small a product.
-        likeness = np.einsum("ij,j->i", vectors[: len(self._owners)], vector)
+        parts = [np.einsum("ij,j->i", vectors, vector) for vectors in self._vectors]
+        likeness = np.concatenate(parts)[: len(self._owners)]
         count = min(_NEIGHBOURS, len(likeness))
         nearest = np.argpartition(-likeness, count - 1)[:count]
         found = []
@@ -123,26 +171,26 @@ class Records:
         record = self._records.pop(end, None)
         if record is None:
             return
+        self.version += 1
         if record.block is not None:
-            self._blocks[record.block] -= 1
-            if not self._blocks[record.block]:
-                del self._blocks[record.block]
+            tails = self._tails[record.block]
+            tails[record.tail_tokens] -= 1
+            if not tails[record.tail_tokens]:
+                del tails[record.tail_tokens]
+            if not tails:
+                del self._tails[record.block]
         if record.signature is not None and self._signatures.get(record.signature) == end:
             del self._signatures[record.signature]
-        if record.row >= 0 and self._vectors is not None:
-            self._vectors[record.row] = 0.0
+        if record.row >= 0:
+            self._vectors[record.row // _ROWS][record.row % _ROWS] = 0.0
             self._owners[record.row] = None
             self._free.append(record.row)
         self.num_bytes -= record.num_bytes
         self.num_tokens -= len(record.text)
 
     def _place(self, end: bytes, vector: Vector | None) -> int:
-        """Puts a vector into the matrix; -1 if there is none, or if it doesn't fit to those that are there."""
-        if vector is None:
-            return -1
-        if self._vectors is None:
-            self._vectors = np.zeros((_FIRST_ROWS, len(vector)), dtype=np.float32)
-        if vector.shape != self._vectors.shape[1:]:
+        """Keeps a vector; returns its row, or -1 if there is none, or if it doesn't fit to those that are there."""
+        if vector is None or not self._fits(vector):
             return -1
         if self._free:
             row = self._free.pop()
@@ -150,7 +198,10 @@ class Records:
         else:
             row = len(self._owners)
             self._owners.append(end)
-        if row == len(self._vectors):
-            self._vectors = np.concatenate((self._vectors, np.zeros_like(self._vectors)))
-        self._vectors[row] = vector
+        if row == _ROWS * len(self._vectors):
+            self._vectors.append(np.zeros((_ROWS, len(vector)), dtype=np.float32))
+        self._vectors[row // _ROWS][row % _ROWS] = vector
         return row
+
+    def _fits(self, vector: Vector) -> bool:
+        return not self._vectors or vector.shape == self._vectors[0].shape[1:]

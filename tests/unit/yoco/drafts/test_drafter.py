@@ -28,9 +28,15 @@ def asked(
     return Asked([name.encode() for name in blocks], end.encode(), signature, unit)
 
 
+def add(library: DraftLibrary, of: Asked, answer: Sequence[int]) -> None:
+    """Keeps an answer, and takes it in at once."""
+    library.add(ROOT, of, answer)
+    assert not library.work(10**6)
+
+
 def drafter_with(answer: Sequence[int], prompt: Sequence[int] = ()) -> Drafter:
     library = DraftLibrary()
-    library.add(ROOT, asked(), answer)
+    add(library, asked(), answer)
     return library.drafter(ROOT, prompt, asked())
 
 
@@ -63,6 +69,7 @@ def followed(text: Sequence[int], said: Sequence[int]) -> list[int]:
     """What follows from the stored `text` alone, without what an answer says about itself."""
     drafter = DraftLibrary().drafter(ROOT, [], asked(), known=text)
     say(drafter, said)
+    drafter.propose(1)
     found = drafter._stored[0].propose(4)
     return [] if found is None else found[0]
 
@@ -148,14 +155,15 @@ def test_a_text_that_never_agrees_is_not_proposed() -> None:
 def test_each_source_is_found_by_what_it_needs() -> None:
     library = DraftLibrary()
     texts = {name: [number * 100 + index for index in range(20)] for number, name in enumerate("abcd", 1)}
-    library.add(ROOT, asked("a", "x", "y"), texts["a"])
-    library.add(ROOT, asked("b", "p", "q", signature=b"same"), texts["b"])
-    library.add(ROOT, asked("c", "z", vector=[1.0, 0.1, 0.0]), texts["c"])
-    library.add(ROOT, asked("d", "z2", vector=[0.0, 0.0, 1.0]), texts["d"])
+    add(library, asked("a", "x", "y"), texts["a"])
+    add(library, asked("b", "p", "q", signature=b"same"), texts["b"])
+    add(library, asked("c", "z", vector=[1.0, 0.1, 0.0]), texts["c"])
+    add(library, asked("d", "z2", vector=[0.0, 0.0, 1.0]), texts["d"])
 
     def first(of: Asked, said: Sequence[int]) -> tuple[str, list[int]]:
         drafter = library.drafter(ROOT, [], of)
         say(drafter, said)
+        drafter.propose(1)
         by_source = {follower.source: follower.propose(3) for follower in drafter._stored}
         assert len(by_source) == 1
         ((source, found),) = by_source.items()
@@ -170,18 +178,18 @@ def test_each_source_is_found_by_what_it_needs() -> None:
 
 def chained(tokens: Sequence[int]) -> Asked:
     chain = BlockChain(ROOT, 4, tokens)
-    return Asked(chain.fingerprints, chain.end(), block_tokens=4)
+    return Asked(chain.fingerprints, chain.end(), block_tokens=4, tail_tokens=len(chain.tail))
 
 
 @pytest.mark.parametrize("tail", range(4))
 def test_the_turn_before_is_the_longest_prompt_that_this_one_begins_with(tail: int) -> None:
     system, turn, now = list(range(8)), list(range(20, 28 + tail)), list(range(40, 45))
     library = DraftLibrary()
-    library.add(ROOT, chained(system), [1] * 5)
-    library.add(ROOT, chained([*system, *turn]), ANSWER)
-    library.add(ROOT, chained([*system, *turn[:-1], 99]), [2] * 5)  # parts from it in its last token
-    library.add(ROOT, chained([*system, 77]), [3] * 5)  # only the system prompt is the same
-    library.add(ROOT, chained([*system, *turn, *now, 50]), [4] * 5)  # goes on longer
+    add(library, chained(system), [1] * 5)
+    add(library, chained([*system, *turn]), ANSWER)
+    add(library, chained([*system, *turn[:-1], 99]), [2] * 5)  # parts from it in its last token
+    add(library, chained([*system, 77]), [3] * 5)  # only the system prompt is the same
+    add(library, chained([*system, *turn, *now, 50]), [4] * 5)  # goes on longer
     prompt = [*system, *turn, *now]
     (before,) = library.drafter(ROOT, prompt, chained(prompt))._stored
     assert (before.source, [ord(char) for char in before.text]) == ("conversation", ANSWER)
@@ -189,14 +197,14 @@ def test_the_turn_before_is_the_longest_prompt_that_this_one_begins_with(tail: i
 
 def test_a_question_behind_the_same_system_prompt_is_no_turn_before() -> None:
     library = DraftLibrary()
-    library.add(ROOT, chained([*range(8), 30]), ANSWER)
+    add(library, chained([*range(8), 30]), ANSWER)
     assert library.drafter(ROOT, [*range(8), 31], chained([*range(8), 31]))._stored == []
 
 
 def test_phrases_of_all_answers_are_proposed_with_the_most_frequent_continuation() -> None:
     library = DraftLibrary()
     for number in range(12):
-        library.add(ROOT, asked(str(number)), [number, 50, 51, 52, 53 + (number % 4 == 0)])
+        add(library, asked(str(number)), [number, 50, 51, 52, 53 + (number % 4 == 0)])
     drafter = library.drafter(ROOT, [], asked("new"))
     say(drafter, [900, 50, 51])
     proposal = drafter.propose(4)
@@ -207,7 +215,7 @@ def test_phrases_of_all_answers_are_proposed_with_the_most_frequent_continuation
 def test_the_beginning_most_answers_have_is_proposed_at_the_beginning() -> None:
     library = DraftLibrary()
     for number in range(12):
-        library.add(ROOT, asked(str(number)), [70, 71, 72, 1000 + number])
+        add(library, asked(str(number)), [70, 71, 72, 1000 + number])
     proposal = library.drafter(ROOT, [], asked("new")).propose(3)
     assert proposal is not None
     assert (proposal.source, proposal.token_ids) == ("answers", (70, 71, 72))
@@ -260,7 +268,7 @@ def test_counts_are_per_source() -> None:
 def test_chances_become_what_really_happens(share: float) -> None:
     """Requests repeat a stored answer's tokens with a fixed probability each."""
     library, source = DraftLibrary(), random.Random(7)
-    library.add(ROOT, asked("seen"), ANSWER)
+    add(library, asked("seen"), ANSWER)
     expected = hits = 0.0
     for request in range(400):
         drafter = library.drafter(ROOT, [], asked("seen"))
@@ -276,10 +284,12 @@ def test_chances_become_what_really_happens(share: float) -> None:
 
 def test_greedy_and_sampled_answers_are_learned_apart() -> None:
     library = DraftLibrary()
-    library.add(ROOT, asked("seen"), ANSWER)
+    add(library, asked("seen"), ANSWER)
     before = library.drafter(ROOT, [], asked("seen")).propose(1)
     for request in range(30):
-        say(library.drafter(ROOT, [], asked("seen"), sampled=True), [60_000 + request * 50 + i for i in range(40)])
+        drafter = library.drafter(ROOT, [], asked("seen"), sampled=True)
+        say(drafter, [60_000 + request * 50 + i for i in range(40)])
+        drafter.propose(1)
     sampled = library.drafter(ROOT, [], asked("seen"), sampled=True).propose(1)
     assert before is not None
     assert library.drafter(ROOT, [], asked("seen")).propose(1) == before
@@ -295,7 +305,7 @@ tokens_of = st.lists(
 def test_hostile_tokens_break_nothing(answers: list[list[int]], prompt: list[int], said: list[int], most: int) -> None:
     library = DraftLibrary()
     for number, answer in enumerate(answers):
-        library.add(ROOT, asked(str(number), "block"), answer)
+        add(library, asked(str(number), "block"), answer)
     drafter = library.drafter(ROOT, prompt, asked("0", "block", "more"), known=said[::-1])
     for token in said:
         proposal = drafter.propose(most)
@@ -316,7 +326,7 @@ def test_proposals_are_well_formed_and_the_same_again(answers: list[list[int]], 
                 found.append(drafter.propose(most))
                 check(found[-1], most)
                 drafter.advance(token)
-            library.add(ROOT, asked(str(number % 3), "block", signature=b"s"), answer)
+            add(library, asked(str(number % 3), "block", signature=b"s"), answer)
         return found
 
     assert all_proposals() == all_proposals()
