@@ -243,7 +243,7 @@ async def test_answers_are_kept_with_the_vectors_of_their_questions(kit: Backend
         kept = serving.scheduler.drafting._library._roots[serving.root(own.reuse, None)].records
         near = kept.near(encoder.encode(["Which way do I block this card?"])[0])
         assert [[ord(character) for character in text] for _, text in near] == [first.token_ids]
-        assert near[0][0] > 0.9
+        assert near[0][0] > 0.8
         assert own.stats()["matching"]["encoder_bytes"] == 0
 
 
