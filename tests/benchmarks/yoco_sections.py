@@ -284,6 +284,7 @@ def proposing(rig: Rig, name: str, pairs: Pairs) -> None:
     library, root = DraftLibrary(), b"benchmark"
     for number, (_, answer) in enumerate(rig.known):
         library.add(root, Asked((), number.to_bytes(8, "little")), answer)
+        library.work(len(answer))
     samples = []
     for prompt, answer in pairs.texts:
         drafter = library.drafter(root, prompt, Asked((), b"new"))

@@ -182,7 +182,7 @@ class KiteEngine:
             backend, self.pool, self._recycler, self._supervisor, self._pool_config, self._door, self._encoder
         )
         # A program that ends without closing the engine must not hang on the model's thread.
-        atexit.register(self._serving.scheduler.stop, EngineClosedError())
+        atexit.register(self._serving.abandon)
 
     def _on_epoch(self) -> None:
         """The pool was cleared, here or by another process: idle blocks in the context are of no use any more."""
@@ -489,7 +489,7 @@ class KiteEngine:
 
     @staticmethod
     def _unregister(serving: Serving) -> None:
-        atexit.unregister(serving.scheduler.stop)
+        atexit.unregister(serving.abandon)
 
     async def __aenter__(self) -> KiteEngine:
         return self

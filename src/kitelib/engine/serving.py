@@ -232,6 +232,11 @@ class Serving:
 
         await self.on_model_thread(end)
 
+    def abandon(self) -> None:
+        """The program ends and nobody has closed the engine. Blocks for as long as a step takes."""
+        self.scheduler.stop(EngineClosedError())
+        self.thread.join_at_exit()
+
     async def stop(self, reason: KiteError) -> None:
         """Ends the thread and frees the model. Requests still open fail with `reason`."""
         self.scheduler.stop(reason)

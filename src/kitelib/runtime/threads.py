@@ -16,6 +16,9 @@ __all__ = ["ModelThread", "ThreadDoor", "in_own_thread", "to_the_end"]
 T = TypeVar("T")
 
 
+_EXIT_WAIT_S = 10.0
+
+
 class ThreadDoor:
     """Runs short blocking jobs (tokenizing, hashing, checking and copying units) off the event loop.
 
@@ -36,10 +39,11 @@ class ThreadDoor:
 
 
 class ModelThread:
-    """One dedicated thread that runs `main` until it returns. Not a daemon: `join` it."""
+    """One dedicated thread that runs `main` until it returns: `join` it. A daemon, because the interpreter waits for the
+    others before it calls what is registered with `atexit`, which is where a forgotten one is ended (`join_at_exit`)."""
 
     def __init__(self, name: str, main: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=main, name=name)
+        self._thread = threading.Thread(target=main, name=name, daemon=True)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -48,6 +52,10 @@ class ModelThread:
     async def join(self) -> None:
         """Waits for the thread to end, without blocking the loop, even if the caller is cancelled."""
         await to_the_end(self._thread.join)
+
+    def join_at_exit(self) -> None:
+        """Waits for the thread, blocking, but not for long: a step may hang."""
+        self._thread.join(_EXIT_WAIT_S)
 
 
 def in_own_thread(name: str, job: Callable[[], T]) -> T:

@@ -140,6 +140,10 @@ def test_a_model_folder_needs_no_weights(run, chats, tmp_path):
         ("a\nb", "a\tb", ["a[\\nb]", "a[\\tb]"]),
         ('[{"role": "user", "content": "A?"}]', '[{"role": "user", "content": "B?"}]', ["user: [A?]", "canonical"]),
         ("[1] is a text, not JSON", "[2] is a text", ["[1]]"]),
+        ('{"city": "Rome"}', '{"city": "Oslo"}', ['{"city": "[Rome"}]', '{"city": "[Oslo"}]']),
+        ("[1, 2]", "[1, 3]", ["[2]]", "[3]]"]),
+        ("{{ now }} is open", '[{"price": 3}]', ["[{{ now }}]", '[[{"price":]']),
+        ('{"prompt": "[1, 2]"}', '{"prompt": ["[1, 3]"]}', ["[2]]", "[3]]"]),
     ],
 )
 def test_what_is_said_of_two_texts(run, a, b, words):
@@ -175,6 +179,15 @@ def test_standard_input_is_one_of_the_prompts(kite):
     ("arguments", "words"),
     [
         (["@nothing.txt", "x"], "the file 'nothing.txt' can't be read: No such file or directory"),
+        (["x", '{"messages": 5}'], "the prompt is no chat: it has a int where a text or a list of messages should be"),
+        (["x", '{"messages": []}'], "is no chat: it has an empty list of messages; give JSON such as"),
+        (["x", '{"body": {"messages": [{"content": "x"}]}}'], "it has a message without a role at index 0"),
+        (["x", '[{"role": "user", "content": 3}]'], "it has a message whose content is a int at index 0"),
+        (["x", '{"prompt": [1, 2, 3]}'], "it has token ids, whose text isn't known"),
+        (["x", '{"prompt": 5}'], 'or a text that looks like it as {"prompt": "..."}'),
+        (["x", '{ "messages": [{"role": "user"'], "the prompt is no chat: Expecting"),
+        (["x", ' [{"role": "user", "content": "Hi"'], "the prompt is no chat: Expecting"),
+        (["x", "@LOOKS"], "'LOOKS' is no chat: it has a NoneType"),
         (["@/", "x"], "the file '/' can't be read: Is a directory; a text that begins with @ is written with @@"),
         (["", "x"], "the prompt is empty; give some text, or @file"),
         (["x", "@EMPTY"], "is empty"),
@@ -190,6 +203,7 @@ def test_mistakes_are_one_sentence_with_a_remedy(run, tmp_path, monkeypatch, arg
     Path("EMPTY").write_text(" \n")
     Path("BAD.json").write_text('{"messages": [')
     Path("ROLE.json").write_text('[{"content": "x"}]')
+    Path("LOOKS").write_text('{"messages": null}')
     Path("BINARY").write_bytes(b"\xff\xfe")
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")

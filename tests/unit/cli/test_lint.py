@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ RULES = "You answer for a bank. Be brief and polite. " + " ".join(
 SHOP = "This is the help desk of a shop. " + " ".join(
     f"For goods of kind {number}, look into drawer {number * 5} before you promise a refund." for number in range(9)
 )
+WORDS = ["card", "bank", "euro", "loan", "debt", "cash", "coin", "rate", "sale", "bill", "fund", "gold"]
 
 GOLDEN = """\
 27 prompts with 4,799 words, in blocks of 16: 2 templates, and 3 prompts like no other
@@ -158,6 +160,36 @@ def test_the_same_prompt_again_is_clean_whatever_it_holds(run, tmp_path):
     assert json.loads(out)["templates"][0]["common_chars"] == len(f"{clock(1)} {RULES}")
 
 
+@pytest.mark.parametrize("size", [4, 16])
+def test_a_clock_that_stands_still_is_remarked_and_moving_it_never_counts_as_a_loss(run, tmp_path, size):
+    """Moved behind words that all differ, what was common is so no more: then it stays where it is."""
+    prompts = [f"{clock(1)} Say in French, please, and in one line: {word}" for word in WORDS]
+    path = written(tmp_path / "l.jsonl", prompts)
+    code, out, _ = run(path, "--json", "--block-tokens", size)
+    found = json.loads(out)
+    (template,) = found["templates"]
+    assert code == 0
+    assert template["reusable"] == reusable(prompts, size) > 0
+    assert reusable([move_to_end(text, find_volatile(text)) for text in prompts], size) < template["reusable"]
+    assert template["after_moving"] == template["reusable"] == found["total"]["after_moving"]
+    assert [(part["kind"], part["text"]) for part in template["constants"]] == [("timestamp", clock(1))]
+    _, out, _ = run(path, "--block-tokens", size)
+    assert f"character 0: '{clock(1)}' is a date with a time of day, but the same in all 12 prompts" in out
+    assert "Nothing that changed from prompt to prompt stands in front of text that prompts share." in out
+
+
+def test_moving_counts_where_a_template_gains_and_not_where_it_loses(run, tmp_path):
+    moving = [f"Current time: {clock(at)}. {RULES} {QUESTIONS[at]}" for at in range(12)]
+    still = [f"{clock(1)} Say in French, please, and in one line: {word}" for word in WORDS]
+    code, out, _ = run(written(tmp_path / "l.jsonl", moving + still), "--json")
+    found = json.loads(out)
+    first, second = found["templates"]
+    assert code == 1
+    assert first["after_moving"] > first["reusable"]
+    assert second["after_moving"] == second["reusable"] > 0
+    assert found["total"]["after_moving"] == first["after_moving"] + second["after_moving"]
+
+
 def test_conversations_that_grow_are_one_template_and_reuse_themselves(run, tmp_path):
     turns = chat(RULES, QUESTIONS[0])
     prompts = []
@@ -236,6 +268,37 @@ def test_groups_are_bounded_and_a_template_among_strangers_is_found(monkeypatch)
     assert groups.total.prompts == groups.others.prompts + found.totals.prompts
 
 
+@pytest.mark.parametrize("phrase", ["", " ".join(f"phrase{at}" for at in range(30))])
+def test_the_work_grows_with_the_prompts_not_with_their_square(phrase):
+    """Prompts that all are unlike, also where they have a phrase in common: a prompt meets no more than the groups."""
+
+    def work(count: int) -> int:
+        """Functions called, and groups met in the index."""
+        groups, seen = Groups(WordTokens(), max_groups=16), [0]
+
+        class Index(dict):
+            def get(self, key, default=None):
+                seen[0] += len(found := super().get(key, default))
+                return found
+
+        groups._by_shingle = Index()
+
+        def note(_frame: object, event: str, _argument: object) -> None:
+            seen[0] += event in ("call", "c_call")
+
+        sys.setprofile(note)
+        try:
+            for at in range(count):
+                own = [f"w{at * 997 + word}" for word in range(60)]
+                groups.add(at, " ".join([*own[:30], phrase, *own[30:]]), chat=False)
+        finally:
+            sys.setprofile(None)
+        assert groups.found() == []
+        return seen[0]
+
+    assert work(400) < 2.1 * work(200)
+
+
 def test_the_cache_forgets_the_oldest_blocks():
     cache = PrefixCache(max_blocks=10)
     hot = [1, 2, 3, 4]
@@ -276,6 +339,14 @@ def test_very_long_lines_are_skipped_not_kept(monkeypatch):
         ("[]", "has an empty list of messages"),
         ('{"messages": [{"content": "x"}]}', "has a message without a role at index 0"),
         ('{"messages": [{"role": "user", "content": 3}]}', "has a message whose content is a int at index 0"),
+        ('{"prompt": [1, 2, 3]}', "has token ids, whose text isn't known; give the text, or messages"),
+        ('{"body": {"prompt": [[1, 2], [3]]}}', "has token ids, whose text isn't known"),
+        ("[1, 2, 3]", "has token ids, whose text isn't known"),
+        ('{"prompt": ["a b", "c"]}', "has a list of 2 texts where one prompt should be; give each by itself"),
+        ('{"prompt": ["a b"]}', None),
+        ('{"prompt": [""]}', "has an empty prompt"),
+        ('{"prompt": [{"role": "user", "content": "x"}]}', None),
+        ('{"messages": [1, 2, 3]}', "has a message without a role at index 0"),
         ('{"messages": "x", "tools": [3]}', None),
         ('{"messages": [{"role": "user", "content": "x"}], "tools": 3}', "has tools that are no list of objects"),
         ('{"body": {"model": "m"}}', "has neither 'prompt' nor 'messages', but 'model'"),

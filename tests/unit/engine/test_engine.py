@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import aclosing
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 
 from kitelib import KiteEngine, ReusePolicy
@@ -202,6 +204,30 @@ async def test_no_task_and_no_thread_outlives_an_engine(open_tiny: Any) -> None:
         await asyncio.gather(*(engine.generate(some_tokens(20 + i), max_tokens=3, n=2) for i in range(4)))
     assert asyncio.all_tasks() == tasks
     assert not any(thread.name == "kite-model" for thread in threading.enumerate())
+
+
+PROGRAM = """
+import asyncio, sys
+from kitelib import KiteEngine
+
+async def main():
+    engine = await KiteEngine.open(sys.argv[1], n_ctx=512, threads=1, cache_dir=sys.argv[2])
+    await engine.generate([5, 6, 7], max_tokens=2)
+    if sys.argv[3] == "busy":
+        asyncio.create_task(engine.generate([5, 6, 7], max_tokens=500, ignore_eos=True))
+        await asyncio.sleep(0.01)
+    print("over")
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("state", ["idle", "busy"])
+async def test_a_program_that_forgets_to_close_ends(kit: BackendKit, cache_dir: Path, state: str) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(kit.small()), str(cache_dir), state]
+    with anyio.fail_after(120):  # it would never end
+        done = await anyio.run_process(command, check=False)
+    assert (done.returncode, done.stdout.decode()) == (0, "over\n"), done.stderr.decode()
 
 
 async def test_if_the_model_thread_fails_everyone_hears_of_it(

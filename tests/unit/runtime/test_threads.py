@@ -131,7 +131,7 @@ async def test_a_model_thread_has_a_name_and_is_joined() -> None:
     await joining
     assert seen == ["kite-test"]
     assert "kite-test" not in {each.name for each in threading.enumerate()}
-    assert not thread._thread.daemon
+    assert thread._thread.daemon  # see test_a_program_that_forgets_to_close_ends
 
 
 async def test_joining_goes_on_although_the_caller_is_cancelled() -> None:

@@ -39,6 +39,15 @@ def test_clock_and_id_in_front_are_volatile_and_the_question_is_data() -> None:
     assert all(gap.fixed_before + gap.fixed_after == len(fixed) for gap in template.gaps)
 
 
+def test_a_clock_that_stands_still_is_a_constant_with_common_text_behind_it() -> None:
+    still = "Time: 2026-11-30 09:10:25\n"
+    template = common_template([f"{still}{RULES}\n{question}\n2026-11-30" for question in QUESTIONS])
+    (constant,) = template.constants  # not the date at the end, which nothing stands behind
+    assert (constant.kind, constant.start, constant.text) == ("timestamp", len("Time: "), still[6:-1])
+    assert template.first_volatile is None
+    assert common_template([prompt(index) for index in range(3)]).constants == ()
+
+
 def test_a_clock_at_the_end_costs_nothing() -> None:
     template = common_template([f"{RULES}\n{question}\n2026-11-30 09:1{at}" for at, question in enumerate(QUESTIONS)])
     assert template.first_volatile is None

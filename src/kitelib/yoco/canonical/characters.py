@@ -1,7 +1,8 @@
-"""From a text to tokens and back: what Unicode, width, case and punctuation do to a question.
+"""From a text to tokens and back: what Unicode, width, case and sentence punctuation do to a question.
 
-A token is a run of letters, a number with the signs inside it, one Chinese character, a quotation with its marks, or
-another sign. `BREAK` stands where punctuation separates clauses.
+A token is one Chinese character, a quotation with its marks, or a run of whatever else stands between white space: a
+word, a number, `c++`, `x!=1`. Signs inside a run and at its start stay. Only sentence punctuation right after a word, and
+some of it after a number, is taken off its end; `BREAK` stands for it, since it may separate clauses.
 """
 
 from __future__ import annotations
@@ -11,9 +12,21 @@ import re
 import unicodedata
 from typing import Final
 
+from kitelib.yoco.canonical.numerals import NUMERALS
 from kitelib.yoco.canonical.tables import load
 
-__all__ = ["BREAK", "HAN", "fold_characters", "has_han", "has_kana", "is_opaque", "join", "tokenize"]
+__all__ = [
+    "BREAK",
+    "HAN",
+    "QUOTES",
+    "fold_characters",
+    "has_han",
+    "has_kana",
+    "is_opaque",
+    "join",
+    "one_space",
+    "tokenize",
+]
 
 BREAK: Final = ","
 
@@ -24,9 +37,11 @@ _FIRST_HAN: Final = "\u3005"
 _HAN_TOKEN: Final = re.compile(f"[{HAN}]")
 # Their compatibility forms would turn 10² into 102, and 5½ into 51⁄2.
 _POWERS: Final = re.compile(
-    "[\u00b2\u00b3\u00b9\u2070-\u209c\u00bc-\u00be\u2150-\u215f\u2189\u2460-\u249b\u24ea-\u24ff\u2776-\u2793]"
+    "[\u00aa\u00b2\u00b3\u00b9\u00ba\u2070-\u209c\u00bc-\u00be\u2150-\u215f\u2189\u2460-\u249b\u24ea-\u24ff\u2776-\u2793]"
 )
-_QUOTES: Final = frozenset("\"'《「『")
+QUOTES: Final = frozenset("\"'《「『")
+"""Signs that a quotation starts with."""
+
 _KANA: Final = re.compile("[\u3041-\u3096\u30a1-\u30fa]")  # not ・, which is dropped
 _LAID_OUT: Final = re.compile(r"`|://|\n[ \t]|[{}\\|]")
 
@@ -42,28 +57,36 @@ def _replaced() -> tuple[re.Pattern[str], dict[int, str | None]]:
 
 @functools.cache
 def _pattern() -> re.Pattern[str]:
-    """What a token is. Each alternative that starts with a quotation mark looks at most `longest_quote` characters
-    ahead, and all others consume what they look at, so the time is linear in the text."""
+    """What a token is, a run with the punctuation at its end. Each alternative that starts with a quotation mark looks at
+    most `longest_quote` characters ahead, and all others consume what they look at, so the time is linear in the text."""
     common = load("common")
-    longest, breaks, dropped = common["longest_quote"], re.escape(common["breaks"]), re.escape(common["dropped"])
-    letter = rf"(?:[a-z]|[^\x00-\x7f{HAN}\s{breaks}{dropped}])"
-    inside = rf"[^\W_{HAN}]"  # beside it, a ' is an apostrophe
+    longest, breaks = common["longest_quote"], re.escape(common["breaks"])
+    inside = rf"[^\W_{HAN}]"  # beside it, a ' is an apostrophe or a unit, and a " is a unit
     quoted = "|".join(
         [
-            rf'"[^"]{{1,{longest}}}"',
-            rf"《[^《》]{{1,{longest}}}》",
-            rf"「[^「」]{{1,{longest}}}」",
-            rf"『[^『』]{{1,{longest}}}』",
-            rf"(?<!{inside})'(?=\S)(?:[^']|(?<={inside})'(?={inside})){{1,{longest}}}'(?!{inside})",
+            rf'(?<!{inside})"[^"\n]{{1,{longest}}}"',
+            rf"《[^《》\n]{{1,{longest}}}》",
+            rf"「[^「」\n]{{1,{longest}}}」",
+            rf"『[^『』\n]{{1,{longest}}}』",
+            rf"(?<!{inside})'(?=\S)(?:[^'\n]|(?<={inside})'(?={inside})){{1,{longest}}}'(?!{inside})",
         ]
     )
-    number = r"(?<![a-z0-9])-(?=\.?\d)(?:\d+(?:[.,:/~-]\d+)*|\.\d+)|\d+(?:[.,:/~-]\d+)*|\.\d+"
-    return re.compile(rf"[{HAN}]|{letter}+(?:'{letter}+)*|{quoted}|{number}|[{breaks}]|[^\s{dropped}]")
+    # After a Chinese character, white space is not needed; 什么是.net and 什么是!x have no punctuation.
+    after_han = rf"[{breaks}]+(?=[\s{HAN}\"'《「『(【]|\Z)|[,;、。]+(?={inside})"
+    numerals = "".join(sorted(NUMERALS))
+    after_han = rf"(?!(?<=[{numerals}])\.[{numerals}])(?:{after_han})"  # 三.五
+    run = rf"(?:[^\s{HAN}\"'《「『]|(?!{quoted})[\"'《「『])+"
+    return re.compile(rf"[{HAN}](?:{after_han})?|{quoted}|{run}|\n")
 
 
 @functools.cache
 def _breaks() -> frozenset[str]:
     return frozenset(load("common")["breaks"])
+
+
+@functools.cache
+def _soft() -> frozenset[str]:
+    return frozenset(load("common")["soft_breaks"])
 
 
 def is_opaque(text: str) -> bool:
@@ -72,7 +95,10 @@ def is_opaque(text: str) -> bool:
 
 
 def fold_characters(text: str) -> str:
-    """NFKC, case folded, without invisible signs, and quotation marks and dashes in one form each."""
+    """NFKC, in lower case, without invisible signs, and quotation marks and dashes in one form each.
+
+    Lower case and not `str.casefold`, for which Maße is Masse.
+    """
     if text.isascii():
         return text.lower()
     if _POWERS.search(text):
@@ -80,10 +106,10 @@ def fold_characters(text: str) -> str:
     replaced, table = _replaced()
     if replaced.search(text):
         text = text.translate(table)
-    text = unicodedata.normalize("NFKC", text).casefold()
+    text = unicodedata.normalize("NFKC", text).lower()
     if replaced.search(text):
         text = text.translate(table)
-    # Case folding may undo what normalizing did, as for Greek with iota below.
+    # Lower case may undo what normalizing did.
     return unicodedata.normalize("NFKC", text)
 
 
@@ -92,34 +118,67 @@ def _set_apart(found: re.Match[str]) -> str:
     return found[0] if plain == found[0] else f" {plain}^ "
 
 
+def one_space(folded: str) -> str:
+    """The text with single spaces, and a newline only between lines that are not empty."""
+    lines = folded.splitlines()
+    if len(lines) < 2:
+        return " ".join(folded.split())
+    return "\n".join(filter(None, (" ".join(line.split()) for line in lines)))
+
+
 def tokenize(folded: str) -> list[str]:
-    """The tokens of a text from `fold_characters`, without breaks at the ends and without two in a row."""
+    """The tokens of a text from `one_space`, without breaks at the ends and without two in a row."""
     found: list[str] = _pattern().findall(folded)
     breaks = _breaks()
-    if breaks.isdisjoint(found) and _QUOTES.isdisjoint(folded):
-        return found
     tokens: list[str] = []
-    last = BREAK
-    for token in found:
-        if token in breaks:
-            if last != BREAK:
-                tokens.append(BREAK)
-            last = BREAK
+    for position, token in enumerate(found):
+        if token[-1] not in breaks:
+            tokens.append(token)
             continue
-        last = " ".join(token.split()) if token[0] in _QUOTES else token
-        tokens.append(last)
-    if last == BREAK and tokens:
+        body, is_break = _punctuated(token, *found[position + 1 : position + 2])
+        if body:
+            tokens.append(body)
+        if is_break and tokens and tokens[-1] != BREAK:
+            tokens.append(BREAK)
+    if tokens[-1:] == [BREAK]:
         tokens.pop()
     return tokens
 
 
+def _punctuated(token: str, after: str = "") -> tuple[str, bool]:
+    """A token that ends with punctuation: what stays of it, and whether the rest is a break. What may be an operator, a
+    decimal point or part of a name stays: 5!, .5, x != 1, U.S."""
+    body = token.rstrip("".join(_breaks()))
+    run = token[len(body) :]
+    soft = _soft().issuperset(run)
+    if not body:
+        return ("", True) if soft else (token, False)
+    last = body[-1]
+    if _is_han(last) or (_is_letter(last) and _is_letter(body[-2:-1])):
+        whole = body
+    elif last.isdigit():
+        whole = body if soft and not ("." in run and after[:1].isdigit()) else ""
+    elif _is_letter(last):
+        whole = body if soft else ""
+    else:
+        whole = body if set(run) == {"?"} and last in load("common")["asked_after"] else ""
+    return (whole, True) if whole else (token, False)
+
+
+def _is_letter(sign: str) -> bool:
+    return sign.isalpha() or (sign > "\x7f" and unicodedata.category(sign)[0] == "M")
+
+
 def join(tokens: list[str]) -> str:
-    """The text of tokens: a space between two that are not Chinese. `tokenize` gives the same tokens again."""
+    """The text of tokens: a space before those that are not Chinese and do not follow a Chinese one, and before breaks.
+
+    `tokenize` gives the same tokens again if none was changed or left out; else it may see another quotation or run.
+    """
     parts = []
     before = True
     for token in tokens:
         han = token >= _FIRST_HAN and _is_han(token)
-        parts.append(token if han or before else f" {token}")
+        parts.append(token if han or (before and token != BREAK) else f" {token}")
         before = han
     return "".join(parts)
 

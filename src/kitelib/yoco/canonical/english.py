@@ -32,6 +32,7 @@ class English:
         self._forms: Rules = rules_of({**structural["phrases"], **kept}, tokenize)
         self._articles = frozenset(structural["articles"])
         self._kept_after = frozenset(structural["kept_after_article"])
+        self._kept_after_the = frozenset(structural["kept_after_the"])
         self._kept_before = frozenset(structural["kept_before_article"])
         self._kept_plurals = frozenset(structural["kept_plurals"])
 
@@ -81,7 +82,7 @@ class English:
 
     def _needs_article(self, word: str, before: str, after: str, letters: bool) -> bool:
         if word == "the":
-            return not after.isalnum()
+            return not after.isalnum() or after in self._kept_after_the
         return (
             (word == "a" and letters) or not after.isalpha() or after in self._kept_after or before in self._kept_before
         )

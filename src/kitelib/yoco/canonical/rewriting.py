@@ -28,7 +28,11 @@ def replace(tokens: list[str], rules: Rules) -> list[str]:
 
 
 def strip(tokens: list[str], ends: Ends) -> list[str]:
-    """The tokens without fillers and breaks at both ends; none may be left."""
+    """The tokens without fillers and breaks at both ends; none may be left.
+
+    Nothing is taken off if only words that frame a question would be left: what looks like a filler is then what is asked
+    about ("what does please mean", 请问是什么意思).
+    """
     start, end = 0, len(tokens)
     while start < end:
         size = 1 if tokens[start] == BREAK else _head_size(tokens, start, end, ends)
@@ -40,7 +44,10 @@ def strip(tokens: list[str], ends: Ends) -> list[str]:
         if not size:
             break
         end -= size
-    return tokens[start:end] if end - start < len(tokens) else tokens
+    if end - start == len(tokens):
+        return tokens
+    left = tokens[start:end]
+    return tokens if left and ends.frame.issuperset(token for token in left if token != BREAK) else left
 
 
 def _head_size(tokens: list[str], start: int, end: int, ends: Ends) -> int:
@@ -48,7 +55,9 @@ def _head_size(tokens: list[str], start: int, end: int, ends: Ends) -> int:
         stop = start + len(phrase)
         if stop <= end and tokens[start:stop] == phrase:
             after = BREAK if stop == end else tokens[stop]
-            if condition == "always" or after == BREAK or (condition == "starter" and after in ends.starters):
+            if after == BREAK or after in ends.before[condition]:
+                return len(phrase)
+            if condition == "always" and after not in ends.not_before:
                 return len(phrase)
     return 0
 

@@ -12,9 +12,20 @@ import re
 from typing import Final, Literal
 
 from kitelib.errors import InvalidRequestError
-from kitelib.yoco.canonical.characters import BREAK, fold_characters, has_han, has_kana, is_opaque, join, tokenize
+from kitelib.yoco.canonical.characters import (
+    BREAK,
+    QUOTES,
+    fold_characters,
+    has_han,
+    has_kana,
+    is_opaque,
+    join,
+    one_space,
+    tokenize,
+)
 from kitelib.yoco.canonical.chinese import chinese
 from kitelib.yoco.canonical.english import english
+from kitelib.yoco.canonical.numerals import NUMERALS
 from kitelib.yoco.canonical.tables import load
 
 __all__ = ["LEVELS", "Level", "signature"]
@@ -23,6 +34,8 @@ Level = Literal["canonical", "structural"]
 
 LEVELS: Final = ("canonical", "structural")
 _LATIN: Final = re.compile("[a-z]")
+_SIGN: Final = re.compile(r"[^\w\s]")
+_LONE: Final = frozenset("ia")  # words of one letter
 _ROUNDS: Final = 6  # what a rule leaves may be another's phrase; questions need one or two
 
 
@@ -50,7 +63,7 @@ def signature(text: str, level: Level) -> str:
     text = text.strip()
     if is_opaque(text):
         return text
-    folded = fold_characters(text)
+    folded = one_space(fold_characters(text))
     whole = tokenize(folded)
     latin = _LATIN.search(folded) is not None
     steps = _Steps(
@@ -64,7 +77,11 @@ def signature(text: str, level: Level) -> str:
     if BREAK in tokens:
         tokens = steps.without_breaks(tokens)
     # Of a greeting nothing is left: it is its own signature, and no question's, since theirs are not emptied.
-    return join(tokens or whole) or " ".join(folded.split()) or text
+    tokens = tokens or whole
+    found = join(tokens)
+    if _SIGN.search(found) and tokenize(found) != tokens:
+        return folded  # what was left out brought signs together that stood apart
+    return found or folded or text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,6 +131,21 @@ def _kept_after() -> frozenset[str]:
 
 
 def _without_breaks(tokens: list[str]) -> list[str]:
-    """Without breaks, except after a negation: 不，可以 is not 不可以."""
+    """Without breaks, except after a negation and beside what may be a list of values: 不，可以 is not 不可以, and
+    "3, 5" is not "3 5"."""
     kept = _kept_after()
-    return [token for token, before in zip(tokens, [BREAK, *tokens], strict=False) if token != BREAK or before in kept]
+    return [
+        token
+        for before, token, after in zip([BREAK, *tokens], tokens, [*tokens[1:], BREAK], strict=False)
+        if token != BREAK
+        or before in kept
+        or not (_is_word(before) and _is_word(after))
+        or (before in NUMERALS and after in NUMERALS)
+    ]
+
+
+def _is_word(token: str) -> bool:
+    """Whether a token is a word or a quotation, and not a value, a lone letter or a sign."""
+    if len(token) == 1:
+        return token in _LONE or has_han(token)
+    return token[0] in QUOTES or (token[:2].isalpha() and token[-2:].isalpha())

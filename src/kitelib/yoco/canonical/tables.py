@@ -17,11 +17,11 @@ __all__ = ["CONDITIONS", "NAMES", "Ends", "Fillers", "Rules", "ends_of", "load",
 NAMES: Final = ("common", "en", "zh")
 """Tables that signatures depend on; those of the gates stand beside them and are not among them."""
 
-CONDITIONS: Final = ("always", "please", "starter", "break")
-"""When a filler goes: always, except at the tail after some words ("please": after fewer); before punctuation or a word
-that starts a question; only before (at the tail: after) punctuation."""
+CONDITIONS: Final = ("always", "please", "starter", "request", "break")
+"""When a filler goes: always, except beside some words ("please": after fewer of them); before punctuation or a word that
+starts a question, or one that starts a request; only before (at the tail: after) punctuation."""
 
-_STEPS: Final = 1  # counts what the code does with the tables; raise it with every change of a signature
+_STEPS: Final = 2  # counts what the code does with the tables; raise it with every change of a signature
 
 Rules = Mapping[str, tuple[tuple[list[str], list[str]], ...]]
 """First token of a phrase -> (all its tokens, what stands for them), longest first."""
@@ -41,14 +41,18 @@ class Ends:
 
     Attributes:
         head, tail: the fillers.
-        starters: what may follow a greeting that no punctuation ends.
+        before: condition of a filler at the head -> before what it goes where no punctuation follows.
+        not_before: before what "always" does not hold, since the filler has it as its object ("please me").
         not_after: condition of a filler at the tail -> after what it stays, being what is asked about ("say thanks").
+        frame: words that ask about a word; beside nothing else, no filler goes.
     """
 
     head: Fillers
     tail: Fillers
-    starters: frozenset[str]
+    before: Mapping[str, frozenset[str]]
+    not_before: frozenset[str]
     not_after: Mapping[str, frozenset[str]]
+    frame: frozenset[str]
 
 
 @functools.cache
@@ -76,7 +80,7 @@ def ends_of(table: Any, more_heads: Mapping[str, list[str]], split: Any) -> Ends
     """The fillers of one language's table.
 
     Args:
-        table: with "head", "tail" and "starters".
+        table: with "head", "tail", "frame" and what the conditions name.
         more_heads: condition -> further phrases at the head.
         split: cuts a text into tokens.
     """
@@ -84,8 +88,13 @@ def ends_of(table: Any, more_heads: Mapping[str, list[str]], split: Any) -> Ends
     return Ends(
         head=_fillers([table["head"], more_heads], split, at=0),
         tail=_fillers([tail], split, at=-1),
-        starters=frozenset(table["starters"]),
+        before={
+            condition: frozenset(table.get({"starter": "starters", "request": "requests"}.get(condition, ""), ()))
+            for condition in CONDITIONS
+        },
+        not_before=frozenset(table["head_not_before"]),
         not_after={condition: frozenset(words) for condition, words in tail["not_after"].items()},
+        frame=frozenset(table["frame"]),
     )
 
 

@@ -270,7 +270,7 @@ def test_chances_become_what_really_happens(share: float) -> None:
     library, source = DraftLibrary(), random.Random(7)
     add(library, asked("seen"), ANSWER)
     expected = hits = 0.0
-    for request in range(400):
+    for request in range(1500):
         drafter = library.drafter(ROOT, [], asked("seen"))
         for index, token in enumerate(ANSWER[:30]):
             same = source.random() < share
@@ -326,7 +326,8 @@ def test_proposals_are_well_formed_and_the_same_again(answers: list[list[int]], 
                 found.append(drafter.propose(most))
                 check(found[-1], most)
                 drafter.advance(token)
-            add(library, asked(str(number % 3), "block", signature=b"s"), answer)
+            library.add(ROOT, asked(str(number % 3), "block", signature=b"s"), answer)
+            library.work(7)
         return found
 
     assert all_proposals() == all_proposals()

@@ -143,3 +143,15 @@ def test_it_learns_nothing_without_a_time_to_compare_with() -> None:
     governor.note(rows=1, drafted=4, accepted=0, seconds=1.0)
     assert governor.balance_s == 0.0
     assert governor.allowed()
+
+
+def test_what_is_done_for_drafts_beside_steps_counts() -> None:
+    decoder = Decoder(flat)
+    decoder.run(200, acceptance=1.0)
+    governor = decoder.governor
+    assert governor.balance_s == pytest.approx(8 * flat(1))
+    governor.note(rows=1, drafted=0, accepted=0, seconds=flat(1), overhead_s=flat(1))
+    assert governor.balance_s == pytest.approx(7 * flat(1))
+    for _ in range(8):
+        governor.note(rows=1, drafted=0, accepted=0, seconds=flat(1), overhead_s=flat(1))
+    assert not governor.allowed()
