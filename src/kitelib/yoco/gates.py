@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import functools
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, Final
 
 from kitelib.yoco.canonical import signature
-from kitelib.yoco.canonical.characters import HAN, fold_characters, tokenize
+from kitelib.yoco.canonical.characters import HAN, QUOTES, fold_characters, join, tokenize
 from kitelib.yoco.canonical.numerals import NUMERALS, numeral_value
 from kitelib.yoco.canonical.tables import load
 
 __all__ = ["GATES", "differing_gates"]
 
-GATES: Final = ("numbers", "dates", "negation", "antonyms", "entities", "question word", "pronouns", "order")
+GATES: Final = ("numbers", "dates", "negation", "antonyms", "entities", "question word", "pronouns", "order", "signs")
 """Names of the gates, in the order in which they are reported."""
 
 _LONGEST: Final = 4000  # characters of a question that are looked at; whatever is longer is no question
@@ -31,6 +32,13 @@ _QUOTED: Final = re.compile(r'[《「『"]([^《》「」『』"]{1,200})[》」
 _NAME: Final = re.compile(r"(?<=[\w,;:] )[A-Z][\w'-]*")
 _WORD: Final = re.compile(r"[A-Za-z][\w'-]*")
 _ID: Final = re.compile(r"\b(?=[a-z-]{0,40}\d)(?=\d{0,40}[a-z])[a-z0-9]+(?:-[a-z0-9]+)*\b")
+# Signs that belong to the words beside them, or set them apart: top-up, mcdonald's, (visa), one - two, 1,000, 0.5, 马丁·路德.
+_OF_WORDS: Final = re.compile(
+    r"(?<=[^\W\d_]{2})(?:-(?=[^\W\d_])|[)\]']| -+ (?=[^\W\d_]{2}))|(?<=[^\W\d_])'(?=[^\W\d_])|[(\[](?=[^\W\d_]{2})"
+    r"|(?<=[a-z]{2})-(?=\d)|(?<=\d)[.,](?=\d)|(?<!\d) ,| ,(?! \d)|[《》「」『』]|(?<=[^\W\d_])[·・](?=[^\W\d_]{2})"
+)
+_SIGN: Final = re.compile(r"[^\w\s]|_")
+_SIGN_CATEGORIES: Final = frozenset({"Sm", "Sc", "Sk", "Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po"})  # no marks, no emoji
 _MOST_CAPITALS: Final = 0.5  # of all words; a text with more of them is a headline
 
 
@@ -50,6 +58,7 @@ def differing_gates(a: str, b: str) -> list[str]:
     ``question word`` one asks who where the other asks when, and so on
     ``pronouns``      one speaks of me where the other speaks of you, and so on
     ``order``         both have the same words or the same names, in another order
+    ``signs``         operators, units' marks and signs of names differ: ``-x`` and ``x``, 6' and 6", ``.net`` and ``net``
     ================= ======================================================================================
     """
     first, second = _Question(a[:_LONGEST]), _Question(b[:_LONGEST])
@@ -62,6 +71,7 @@ def differing_gates(a: str, b: str) -> list[str]:
         "question word": lambda x, y: x.question_words != y.question_words,
         "pronouns": lambda x, y: bool(set(x.pronouns) - set(y.pronouns)) and bool(set(y.pronouns) - set(x.pronouns)),
         "order": _order,
+        "signs": lambda x, y: x.signs != y.signs,
     }
     return [gate for gate in GATES if checks[gate](first, second)]
 
@@ -130,6 +140,14 @@ class _Question:
             return set()
         found = {name.casefold() for name in _NAME.findall(self.text)}
         return {name.removesuffix("'s") for name in found if name.split("'")[0] not in _tables("en")["pronouns"]}
+
+    @functools.cached_property
+    def signs(self) -> Counter[str]:
+        """Signs outside quotations that are operators, units, or parts of names."""
+        if not _SIGN.search(self.canonical):
+            return Counter()
+        plain = join([token for token in tokenize(self.canonical) if len(token) == 1 or token[0] not in QUOTES])
+        return Counter(sign for sign in _OF_WORDS.sub("", plain) if _is_sign(sign))
 
     @functools.cached_property
     def question_words(self) -> set[str]:
@@ -216,6 +234,10 @@ def _numerals(folded: str) -> Iterator[str]:
         value = numeral_value(run)
         if run != "一" and (after in measures or len(run) > 1):
             yield run if value is None else str(value)
+
+
+def _is_sign(sign: str) -> bool:
+    return sign == "°" or unicodedata.category(sign) in _SIGN_CATEGORIES
 
 
 def _found(language: str, name: str, text: str) -> list[str]:

@@ -135,7 +135,11 @@ def tokenize(folded: str) -> list[str]:
         if token[-1] not in breaks:
             tokens.append(token)
             continue
-        body, is_break = _punctuated(token, *found[position + 1 : position + 2])
+        after = found[position + 1] if position + 1 < len(found) else ""
+        if token.startswith(".") and tokens and tokens[-1] in NUMERALS and after[:1] in NUMERALS:
+            tokens.append(token)  # 三.五
+            continue
+        body, is_break = _punctuated(token, after)
         if body:
             tokens.append(body)
         if is_break and tokens and tokens[-1] != BREAK:
@@ -145,7 +149,7 @@ def tokenize(folded: str) -> list[str]:
     return tokens
 
 
-def _punctuated(token: str, after: str = "") -> tuple[str, bool]:
+def _punctuated(token: str, after: str) -> tuple[str, bool]:
     """A token that ends with punctuation: what stays of it, and whether the rest is a break. What may be an operator, a
     decimal point or part of a name stays: 5!, .5, x != 1, U.S."""
     body = token.rstrip("".join(_breaks()))
@@ -154,19 +158,20 @@ def _punctuated(token: str, after: str = "") -> tuple[str, bool]:
     if not body:
         return ("", True) if soft else (token, False)
     last = body[-1]
-    if _is_han(last) or (_is_letter(last) and _is_letter(body[-2:-1])):
+    if _is_han(last) or (_is_letter(last) and _is_letter(body[-2:-1].replace("'", body[-3:-2]))):
         whole = body
     elif last.isdigit():
         whole = body if soft and not ("." in run and after[:1].isdigit()) else ""
     elif _is_letter(last):
         whole = body if soft else ""
     else:
-        whole = body if set(run) == {"?"} and last in load("common")["asked_after"] else ""
+        asked = last in load("common")["asked_after"] or body.endswith("++")
+        whole = body if asked and set(run) == {"?"} else ""
     return (whole, True) if whole else (token, False)
 
 
 def _is_letter(sign: str) -> bool:
-    return sign.isalpha() or (sign > "\x7f" and unicodedata.category(sign)[0] == "M")
+    return sign.isalpha() or (sign > "\x7f" and unicodedata.category(sign)[0] in "MC")
 
 
 def join(tokens: list[str]) -> str:

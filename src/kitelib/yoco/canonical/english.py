@@ -32,6 +32,7 @@ class English:
         self._forms: Rules = rules_of({**structural["phrases"], **kept}, tokenize)
         self._articles = frozenset(structural["articles"])
         self._kept_after = frozenset(structural["kept_after_article"])
+        self._kept_before_the = frozenset(structural["kept_before_the"])
         self._kept_after_the = frozenset(structural["kept_after_the"])
         self._kept_before = frozenset(structural["kept_before_article"])
         self._kept_plurals = frozenset(structural["kept_plurals"])
@@ -82,13 +83,18 @@ class English:
 
     def _needs_article(self, word: str, before: str, after: str, letters: bool) -> bool:
         if word == "the":
-            return not after.isalnum() or after in self._kept_after_the
-        return (
-            (word == "a" and letters) or not after.isalpha() or after in self._kept_after or before in self._kept_before
-        )
+            return not after[0].isalnum() or after in self._kept_after_the or before in self._kept_before_the
+        plain = after.isalpha() or after[:2].isalpha()  # also "top-up"
+        return (word == "a" and letters) or not plain or after in self._kept_after or before in self._kept_before
 
     def _singular(self, word: str) -> str:
-        if word in self._kept_plurals or not word.isalpha() or word.endswith(("ss", "us", "is", "os")):
+        last = word.rpartition("-")[2]
+        if (
+            last in self._kept_plurals
+            or len(last) < _LEAST_PLURAL
+            or not last.isalpha()
+            or word.endswith(("ss", "us", "is", "os"))
+        ):
             return word
         if word.endswith("ies"):
             return f"{word[:-3]}y" if len(word) > 4 else word[:-1]

@@ -57,8 +57,10 @@ def _head_size(tokens: list[str], start: int, end: int, ends: Ends) -> int:
             after = BREAK if stop == end else tokens[stop]
             if after == BREAK or after in ends.before[condition]:
                 return len(phrase)
-            if condition == "always" and after not in ends.not_before:
+            if condition == "always" or (condition == "please" and after not in ends.not_before):
                 return len(phrase)
+            if condition == "please":
+                return 0  # nor a shorter one, of which the rest is no word
     return 0
 
 

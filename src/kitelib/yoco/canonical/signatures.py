@@ -131,7 +131,7 @@ def _kept_after() -> frozenset[str]:
 
 
 def _without_breaks(tokens: list[str]) -> list[str]:
-    """Without breaks, except after a negation and beside what may be a list of values: 不，可以 is not 不可以, and
+    """Without breaks, except beside a negation and beside what may be a list of values: 不，可以 is not 不可以, and
     "3, 5" is not "3 5"."""
     kept = _kept_after()
     return [
@@ -139,6 +139,7 @@ def _without_breaks(tokens: list[str]) -> list[str]:
         for before, token, after in zip([BREAK, *tokens], tokens, [*tokens[1:], BREAK], strict=False)
         if token != BREAK
         or before in kept
+        or after in kept
         or not (_is_word(before) and _is_word(after))
         or (before in NUMERALS and after in NUMERALS)
     ]

@@ -18,8 +18,9 @@ NAMES: Final = ("common", "en", "zh")
 """Tables that signatures depend on; those of the gates stand beside them and are not among them."""
 
 CONDITIONS: Final = ("always", "please", "starter", "request", "break")
-"""When a filler goes: always, except beside some words ("please": after fewer of them); before punctuation or a word that
-starts a question, or one that starts a request; only before (at the tail: after) punctuation."""
+"""When a filler goes. At the head: always; "please": not before what may be its object; before punctuation or a word that
+starts a question, or one that starts a request; only before punctuation. At the tail: not after some words, of which
+"please" has others than "always"; only after punctuation."""
 
 _STEPS: Final = 2  # counts what the code does with the tables; raise it with every change of a signature
 
@@ -42,7 +43,7 @@ class Ends:
     Attributes:
         head, tail: the fillers.
         before: condition of a filler at the head -> before what it goes where no punctuation follows.
-        not_before: before what "always" does not hold, since the filler has it as its object ("please me").
+        not_before: before what "please" does not hold, since the filler has it as its object ("please me").
         not_after: condition of a filler at the tail -> after what it stays, being what is asked about ("say thanks").
         frame: words that ask about a word; beside nothing else, no filler goes.
     """

@@ -245,17 +245,15 @@ class AnswersFollower:
 
     def advance(self, text: Text) -> None:
         """Matches the tokens; notes whether the most frequent continuations were right."""
-        rates = self._rates
-        if not self._tries and rates.values[_USEFUL] < _POOR:
-            self._recent = (self._recent + text)[-_RECENT:]
-            self._state = self._length = 0
-            return
-        if self._recent:
-            self._match(self._recent)
-            self._recent = ""
-        automaton, state, length = self._automaton, self._state, self._length
+        rates, automaton, state, length = self._rates, self._automaton, self._state, self._length
         counts, best_tokens, best_states = automaton.counts, automaton.best_tokens, automaton.best_states
-        for token in map(ord, text):
+        for index, token in enumerate(map(ord, text)):
+            if not self._tries and rates.values[_USEFUL] < _POOR:
+                self._recent = (self._recent + text[index:])[-_RECENT:]
+                state = length = 0
+                break
+            if self._recent:
+                state, length = self._match()
             hit = False
             if state:
                 predicted = best_tokens[state]
@@ -273,14 +271,15 @@ class AnswersFollower:
         self._recent = text[-_RECENT:]
         self._state = self._length = 0
         if self._tries or self._rates.values[_USEFUL] >= _POOR:
-            self._match(self._recent)
-            self._recent = ""
+            self._state, self._length = self._match()
 
-    def _match(self, text: Text) -> None:
+    def _match(self) -> tuple[int, int]:
+        """State and length after what was said last."""
         state, length = 0, 0
-        for token in map(ord, text):
+        for token in map(ord, self._recent):
             state, length = self._automaton.advance(state, length, token)
-        self._state, self._length = state, length
+        self._recent = ""
+        return state, length
 
 
 class PromptFollower:

@@ -268,7 +268,7 @@ WORDS = st.sampled_from(
         *[
             phrase
             for part in ("head", "tail")
-            for key in ("always", "break")
+            for key in ("always", "please", "break")
             for phrase in load("en")[part].get(key, ())
         ],
         *load("en")["structural"]["phrases"],
@@ -279,15 +279,19 @@ WORDS = st.sampled_from(
         *[
             phrase
             for part in ("head", "tail")
-            for key in ("always", "break")
+            for key in ("always", "please", "break")
             for phrase in load("zh")[part].get(key, ())
         ],
         *load("zh")["head"]["starter"],
+        *load("zh")["head"]["request"],
         *load("zh")["structural"]["yes_no"],
         *load("zh")["structural"]["wishes"],
         *"你我的是一下吗么呢啊了能不可以有没会要三十五百天个",
         *load("common")["breaks"],
-        *load("common")["dropped"],
+        *"~'-—·_¿《》「」!=()+#%.^",
+        *["x!", "5!", '6"', "6'", "U.S.", "-x", "...", '" ', " '", "401k!", "!=", "a.b", ".net"],
+        *load("en")["frame"],
+        *load("zh")["frame"],
         *[
             "5",
             "-5",

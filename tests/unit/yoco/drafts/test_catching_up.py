@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kitelib.yoco.drafts import Asked, Drafter, DraftLibrary, Proposal, SuffixAutomaton
@@ -53,6 +53,7 @@ said = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=64), min_size=1
 
 
 @given(texts, texts, said, st.integers(1, 12))
+@example([[1]], [[0]] * 5, [[0] * 19], 1)  # answers turn out to have nothing in common
 def test_it_proposes_the_same_as_if_it_had_followed_each_token(
     answers: list[list[int]], known: list[list[int]], parts: list[list[int]], most: int
 ) -> None:
@@ -120,6 +121,17 @@ def test_after_much_it_knows_the_place_behind_other_words() -> None:
     assert found[0] == answer[120:124]
 
 
+def test_after_much_the_place_near_where_it_should_be_is_taken() -> None:
+    answer = distinct(1)
+    answer[3:6] = answer[97:100]
+    drafter = library_with(answer).drafter(ROOT, [], Asked([], b"0"))
+    say(drafter, [*answer[:50], 1, *answer[51:100]])
+    drafter.propose(1)
+    found = drafter._stored[0].propose(4)
+    assert found is not None
+    assert found[0] == answer[100:104]
+
+
 def test_after_much_it_knows_what_answers_have_in_common_and_what_was_said_before() -> None:
     phrase = [7, 8, 9, 10, 11, 12]
     library = library_with(*([number, *phrase] for number in range(100, 112)))
@@ -138,7 +150,8 @@ def test_after_much_it_knows_what_answers_have_in_common_and_what_was_said_befor
 
 def test_answers_without_anything_in_common_are_followed_in_a_sample_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     phrase = list(range(100, 140))
-    library = library_with(*([number, *phrase] for number in range(10)))
+    alone = [[2000 + number, phrase[5], 555] for number in range(20)]  # what follows without what stood before
+    library = library_with(*([number, *phrase] for number in range(10)), *alone)
     for number in range(40):
         drafter = library.drafter(ROOT, [], Asked([], b"new"))
         say(drafter, distinct(number, 31))

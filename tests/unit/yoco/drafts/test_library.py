@@ -96,6 +96,8 @@ def test_endless_adds_stay_within_bounds_and_the_latest_stay(dimensions: int) ->
         library.work(400)
         assert library.num_bytes <= limit
     assert library.num_bytes > limit // 4
+    records = library._roots[ROOT].records
+    assert 0 < len(records._tails) == len(records) < 1500
     latest = asked(1498, dimensions=dimensions)
     assert proposed(library, ROOT, latest) == ("same prompt", tuple(answer_of(1498, 30)[:4]))
     assert proposed(library, ROOT, asked(0, dimensions=dimensions)) in (None, ("answers", ()))
@@ -287,6 +289,18 @@ def test_earlier_turns_are_looked_for_in_few_places(
     for _ in range(8):  # its choices
         assert library.drafter(ROOT, prompt, asking)._stored == []
     assert 0 < len(calls) <= most
+
+
+def test_the_prompt_itself_is_not_taken_for_the_turn_before() -> None:
+    library, prompt = DraftLibrary(), answer_of(0, 40)
+    library.add(ROOT, chained(prompt[:35]), answer_of(1))
+    library.add(ROOT, chained(prompt), answer_of(2))
+    library.add(ROOT, chained([*prompt, 1]), answer_of(3))
+    found = library.drafter(ROOT, prompt, chained(prompt))._stored
+    assert [(each.source, ord(each.text[0])) for each in found] == [
+        ("same prompt", answer_of(2)[0]),
+        ("conversation", answer_of(1)[0]),
+    ]
 
 
 def test_choices_look_up_once_until_something_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
