@@ -21,6 +21,7 @@ from kitelib.yoco.encoder import Vector
 
 __all__ = ["Drafting"]
 
+_LEARNED_PER_STEP, _LEARNED_IDLE = 16, 256  # tokens that the library takes in at once, some microseconds each
 _Work = Sequence[tuple[Branch, int]]
 
 
@@ -30,6 +31,7 @@ class Drafting:
     Attributes:
         proposed, accepted: draft tokens so far.
         steps: steps with drafts so far.
+        learning: there are answers that nothing was learned from yet.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -40,6 +42,7 @@ class Drafting:
         self._overhead_s = 0.0
         self._accepted = self._branches = 0  # of the step under way
         self.proposed = self.accepted = self.steps = 0
+        self.learning = False
 
     def begin(self, branch: Branch) -> None:
         """The branch is new."""
@@ -92,6 +95,7 @@ class Drafting:
             if self._backend.room(None, extents((each, count + len(each.draft)) for each, count in work)) < 0:
                 for branch in decoding:
                     branch.proposal, branch.draft = None, ()
+        self.learning = self._library.work(_LEARNED_PER_STEP)
         self._branches = len(decoding)
         self._overhead_s = time.perf_counter() - begun
 
@@ -131,10 +135,15 @@ class Drafting:
         first = request.branches[0]
         if request.asked is not None and first.run.shared and first.new_tokens:
             self._library.add(first.run.chain.root, request.asked, first.new_tokens)
+            self.learning = True
 
     def forget(self) -> None:
         """Nothing of what was said is of use any more."""
         self._library.clear()
+
+    def tidy(self) -> None:
+        """Nobody needs the thread: learns from answers that came meanwhile."""
+        self.learning = self._library.work(_LEARNED_IDLE)
 
     def stats(self) -> dict[str, int]:
         """For `KiteEngine.stats`. Any thread."""

@@ -183,7 +183,7 @@ class Recall:
 
     @staticmethod
     def _asked(chain: BlockChain, signature: bytes | None = None, vector: Vector | None = None) -> Asked:
-        return Asked(chain.fingerprints, chain.end(), signature, vector, chain.block_tokens)
+        return Asked(chain.fingerprints, chain.end(), signature, vector, chain.block_tokens, len(chain.tail))
 
 
 def _fits(constraint: Constraint, answer: Completion) -> bool:

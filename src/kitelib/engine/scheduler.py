@@ -187,6 +187,8 @@ class Scheduler:
         self._port.flush()  # nor does any token wait for blocks that are copied out
         self._memory.saver.save_some(_SAVED_BLOCKS_PER_STEP if self._active else _SAVED_BLOCKS_IDLE)
         self._memory.trim()
+        if not self._active:
+            self.drafting.tidy()
 
     def _end(self, reason: KiteError) -> None:
         self.ended = True
@@ -203,7 +205,7 @@ class Scheduler:
             self._inbox.await_companions()
 
     def _busy(self) -> bool:
-        ready = self._active or self._memory.saver.pending or len(self._replays)
+        ready = self._active or self._memory.saver.pending or self.drafting.learning or len(self._replays)
         return bool(ready or any(not each.fetching for each in self._waiting))
 
     def _expire(self) -> None:

@@ -72,6 +72,12 @@ def test_benign_edits_pass(kind: str) -> None:
         ("order", "深圳到上海", "上海到深圳"),
         ("order", "convert dollars to euros now", "convert euros to dollars"),
         ("order", "does a dog chase a cat", "does a cat chase a dog"),
+        ("signs", "is x = 1", "is x != 1"),
+        ("signs", "what is -x", "what is x"),
+        ("signs", "how long is 6' in cm", "how long is 6\" in cm"),
+        ("signs", "what is .net", "what is net"),
+        ("signs", "温度-5度", "温度5度"),
+        ("signs", "what is (a)", "what is a"),
     ],
 )
 def test_each_gate_sees_its_own(gate: str, a: str, b: str) -> None:
@@ -91,6 +97,11 @@ def test_each_gate_sees_its_own(gate: str, a: str, b: str) -> None:
         ("两个人住", "2个人住"),
         ("这个不错吗", "这个好吗"),
         ("can you tell me when it opens", "when it opens"),
+        ("what is a top-up (fee)", "what is a top up fee"),
+        ("is it mcdonald's 1,000th", "is it mcdonalds 1000th"),
+        ("my card - it is lost!", "my card it is lost"),
+        ("马丁·路德是谁？", "马丁路德是谁"),
+        ("他说：好", "他说好"),
     ],
 )
 def test_other_wordings_pass(a: str, b: str) -> None:
