@@ -37,6 +37,8 @@ def test_the_digest_changes_with_every_table(monkeypatch: pytest.MonkeyPatch) ->
         seen.add(tables_digest.__wrapped__())
     monkeypatch.setattr(tables, "load", plain.__getitem__)
     assert tables_digest.__wrapped__() == before
+    monkeypatch.setattr(tables, "_STEPS", tables._STEPS + 1)
+    assert tables_digest.__wrapped__() not in seen
     assert len(seen) == len(tables.NAMES) + 1
 
 
