@@ -161,7 +161,7 @@ class ReusePolicy:
         level: with mode="semantic", what the same question is: "canonical" (default) ignores case, width, punctuation,
             greetings and fillers, and spelling variants; "structural" also folds forms of asking ("how do I" and "what
             is the way to", 能不能 and 可以..吗). See docs/matching.md.
-        neighbours: with mode="semantic", also ask the model whether the nearest stored question (extra ``semantic``)
+        neighbours: with mode="semantic", in an engine opened with ``encoder=``, also ask the model whether the nearest stored question (extra ``semantic``)
             means the same, if numbers, names, negation and so on agree; default False.
         zero_prefill: sample the first token from stored last-position logits when the whole prompt is known;
             default True.
@@ -171,8 +171,8 @@ class ReusePolicy:
             tokens per step; the answer is the same without; default True. Models that can't take tokens back
             (recurrent ones) have none.
         passages: what `Passage` parts of a prompt are: "exact" (default) computes them like any text; "reuse" takes
-            their KV from wherever they stood before, moved to their new place, and reports "approximate"; "blend"
-            also computes again the tokens that differ most there. Torch engine only.
+            their KV from where each was computed alone, moved to its new place, and reports "approximate"; "blend"
+            also computes again the tokens that differ most there. Both are of the torch engine only.
         numerics: "bitwise" gives the same bits with and without reuse; "standard" gives the same values up to
             floating-point reduction order and lets the backend use its fastest kernels. None (default) means
             "bitwise" when an engine is opened, and the engine's own in a call. It shapes how the model is loaded, so
@@ -198,6 +198,8 @@ class ReusePolicy:
         for name in ("neighbours", "zero_prefill", "completions", "drafts"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"ReusePolicy.{name} is {getattr(self, name)!r}; give True or False")
+        if self.neighbours and self.mode != "semantic":
+            raise ConfigError(f"ReusePolicy.neighbours needs mode='semantic', and the mode is {self.mode!r}")
         if self.passages not in ("exact", "reuse", "blend"):
             raise ConfigError(f"ReusePolicy.passages is {self.passages!r}; it must be 'exact', 'reuse' or 'blend'")
         if self.numerics not in (None, "bitwise", "standard"):

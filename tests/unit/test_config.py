@@ -49,6 +49,12 @@ def test_switches_of_a_policy_are_switches(name: str, value: object) -> None:
         ReusePolicy(**{name: value})
 
 
+def test_near_questions_are_part_of_the_semantic_mode() -> None:
+    with pytest.raises(ConfigError, match="mode='semantic'"):
+        ReusePolicy(neighbours=True)
+    assert ReusePolicy(mode="semantic", neighbours=True).neighbours
+
+
 def test_the_documented_file_says_what_it_says(parse: Parse) -> None:
     assert parse(FULL) == KiteConfig(
         ru_slicing={"llama": 16, "qwen": 32, "phi": 8},

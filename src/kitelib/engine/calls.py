@@ -304,7 +304,7 @@ def _checked_ids(prompt: Any, vocab_size: int) -> list[int]:
         ids = [operator.index(token) for token in prompt]
     except TypeError:
         raise InvalidRequestError(
-            f"a prompt must be a str or a flat list of token ids, not {_shorten(repr(prompt))}"
+            f"a prompt must be a str, a flat list of token ids, or a list of parts with a Passage among them, not {_shorten(repr(prompt))}"
         ) from None
     for token in ids:
         if not 0 <= token < vocab_size:

@@ -75,6 +75,7 @@ class Matcher:
         self._verifier: Verifier | None = None
         self._encoder_door = ThreadDoor(max_threads=1)  # one at a time, and nobody else waits for a thread
         self._encoding = 0
+        self._judge: Ask | None = None
         self._qualifying = False  # or done with it
         self._judge_note = ""
 
@@ -118,9 +119,7 @@ class Matcher:
         found = await self._wordings.find(root, question, policy.level, patience_s=patience_s)
         if found is not None or not policy.neighbours or self._near is None:
             return found
-        if self._verifier is None and not self._qualifying:
-            self._qualifying = True
-            self._spawn("qualify", lambda: self._qualify(judge))
+        self._judge = judge
         if self._verifier is None:
             return None
         near = await self._near.find(root, question, vector, self._verifier, ask=ask)
@@ -158,7 +157,10 @@ class Matcher:
             _LOG.exception("a question could not be kept")
 
     def _keep(self, request: Request, question: Question) -> None:
-        run, near = request.branches[0].run, self._near
+        run, near, judge = request.branches[0].run, self._near, self._judge
+        if judge is not None and not self._qualifying:  # not earlier: the request itself must not wait for it
+            self._qualifying = True
+            self._spawn("qualify", lambda: self._qualify(judge))
         if not run.shared:
             return
         root = run.chain.root

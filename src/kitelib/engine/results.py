@@ -76,7 +76,7 @@ class ReuseReport:
     Attributes:
         exactness: "bitwise", "standard" or "approximate"; see docs/concepts.md.
         tiers: tier name -> prompt tokens that came from it ("context": shared in place; "memory", "disk", "redis",
-            "s3" or a third party's name: the pool).
+            "s3" or a third party's name: the pool; "passages": moved from elsewhere).
         skipped: tier name -> prompt tokens that it had but that were computed, because loading them takes longer.
         computed_tokens: prompt tokens that were computed.
         zero_prefill: the first token was sampled from stored logits, without a model step.
@@ -86,7 +86,8 @@ class ReuseReport:
             "answers", "prompt") -> how many; sources that gave none are left out.
         completion: the answer is a stored completion, at least its beginning; no model step was needed for that.
         wording: with mode="semantic", the stored question whose units answered this one; None if its own did.
-        passage_tokens: prompt tokens whose KV was taken from another place (`ReusePolicy.passages`).
+        passage_tokens: prompt tokens whose KV was taken from another place (`ReusePolicy.passages`); more than `tiers`
+            counts where a passage had to be computed for this request first.
     """
 
     exactness: Exactness

@@ -10,8 +10,8 @@ from kitelib.yoco.canonical.characters import fold_characters
 
 __all__ = ["HEAD_CHARACTERS", "TAIL_CHARACTERS", "normalise"]
 
-HEAD_CHARACTERS: Final = 1024
-TAIL_CHARACTERS: Final = 1024
+HEAD_CHARACTERS: Final = 512
+TAIL_CHARACTERS: Final = 512
 """A normal form longer than both is cut to its head and its tail; between them stands a digest of what was left out."""
 
 # Bounded, so that a text of opening signs takes linear time.
