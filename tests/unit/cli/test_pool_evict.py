@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 import os
 import subprocess
 import sys
@@ -210,10 +211,11 @@ def test_a_shard_that_is_down_makes_the_work_incomplete(kite_pool: Run, redis_cl
     (tier,) = json.loads(out)["tiers"]
     assert code == 0
     assert 0 < tier["items"] < len(units)
-    assert "incomplete" in tier["problem"]
+    said = re.compile("incomplete|can't connect")  # the node that is down may have been the one with the epoch
+    assert said.search(tier["problem"])
     code, out, _ = kite_pool("evict", "--all", "--yes", *options)
     assert code == 1
-    assert "incomplete" in out
+    assert said.search(out)
 
 
 # kite-ru-pool-evict
