@@ -6,12 +6,13 @@ import hashlib
 import re
 from typing import Final
 
-from kitelib.yoco.canonical.characters import fold_characters
+from kitelib.yoco.canonical.characters import fold_characters, has_han
 
 __all__ = ["HEAD_CHARACTERS", "TAIL_CHARACTERS", "normalise"]
 
 HEAD_CHARACTERS: Final = 512
 TAIL_CHARACTERS: Final = 512
+HAN_CHARACTERS: Final = 128  # of both in a text with Chinese characters, each of which is a word
 """A normal form longer than both is cut to its head and its tail; between them stands a digest of what was left out."""
 
 # Bounded, so that a text of opening signs takes linear time.
@@ -45,11 +46,12 @@ def normalise(text: str) -> str:
         text = _LINK.sub(r"\1", text)
     text = _EMPHASIS.sub(r"\2", _LINE_START.sub("", text))
     text = " ".join(fold_characters(text).split())
-    middle = text[HEAD_CHARACTERS:-TAIL_CHARACTERS]
+    head, tail = (HEAD_CHARACTERS, TAIL_CHARACTERS) if not has_han(text) else (HAN_CHARACTERS, HAN_CHARACTERS)
+    middle = text[head:-tail]
     if not middle:
         return text
     digest = hashlib.sha256(middle.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-    return f"{text[:HEAD_CHARACTERS]} … {len(middle)} {digest} … {text[-TAIL_CHARACTERS:]}"
+    return f"{text[:head]} … {len(middle)} {digest} … {text[-tail:]}"
 
 
 def _without_comments(text: str) -> str:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitelib.yoco.canonical import normalise
-from kitelib.yoco.canonical.markup import HEAD_CHARACTERS, TAIL_CHARACTERS
+from kitelib.yoco.canonical.markup import HAN_CHARACTERS, HEAD_CHARACTERS, TAIL_CHARACTERS
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,15 @@ from kitelib.yoco.canonical.markup import HEAD_CHARACTERS, TAIL_CHARACTERS
 )
 def test_marks_go_and_words_stay(text: str, plain: str) -> None:
     assert normalise(text) == plain
+
+
+def test_long_chinese_texts_are_cut_shorter() -> None:
+    text = "怎么还款" * 300
+    cut = normalise(text)
+    assert cut.startswith(text[:HAN_CHARACTERS] + " … ")
+    assert cut.endswith(" … " + text[-HAN_CHARACTERS:])
+    assert normalise("怎" + text) != cut
+    assert normalise(text[: 2 * HAN_CHARACTERS]) == text[: 2 * HAN_CHARACTERS]
 
 
 def test_long_texts_keep_head_tail_and_length() -> None:
