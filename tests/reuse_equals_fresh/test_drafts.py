@@ -265,8 +265,8 @@ async def test_sampled_texts_have_the_distribution_of_the_model(
             for gen in await asyncio.gather(*many):
                 counts[tuple(gen.token_ids)] += 1
         drafts = small.stats()["drafts"]
-        assert drafts["accepted"] > total / 10
-        assert drafts["proposed"] - drafts["accepted"] > total / 10
+        assert drafts["accepted"] > total / 50
+        assert drafts["proposed"] - drafts["accepted"] > total / 50
     assert sum(counts.values()) == total
     assert chi_square_p(counts, chances) > 1e-4
     flat = dict.fromkeys(chances, 1 / len(chances))
