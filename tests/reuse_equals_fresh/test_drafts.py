@@ -235,6 +235,7 @@ async def test_tenants_do_not_guess_from_each_other(engine: KiteEngine) -> None:
     assert again.reuse.drafts["same prompt"].accepted >= 8
 
 
+@pytest.mark.timeout(230)  # 20,000 requests
 @pytest.mark.usefixtures("eager_drafts")
 async def test_sampled_texts_have_the_distribution_of_the_model(
     kit: BackendKit, open_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
