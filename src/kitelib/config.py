@@ -34,6 +34,9 @@ Numerics = Literal["bitwise", "standard"]
 MatchLevel = Literal["canonical", "structural"]
 PassageMode = Literal["exact", "reuse", "blend"]
 
+GREEDY_TEMPERATURE = 1e-5
+"""Below it the most likely token is taken."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TierThresholds:
@@ -271,6 +274,11 @@ class SamplingParams:
     ignore_eos: bool = False
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken and nothing is drawn: a temperature below 1e-5."""
+        return self.temperature < GREEDY_TEMPERATURE
 
     def __post_init__(self) -> None:
         _check_integer("max_tokens", self.max_tokens, 1, None)

@@ -3,7 +3,8 @@
 A guess is a token with certainty, so exact speculative sampling (Leviathan et al. 2023, "Fast inference from
 transformers via speculative decoding") is simply this: the request's own sampler draws the next token from the logits
 before the guess, with the random number that it would have used anyway, and the guess is accepted if it is that token.
-The answer is therefore the same with and without drafts, at any temperature.
+The answer is therefore the same with and without drafts, at any temperature, where a row of a step has the bits that it
+has alone (bitwise numerics).
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class Drafting:
         if request.asked is None or not self._backend.info.max_outputs:
             return
         known = () if request.guess is None else request.guess.token_ids
-        sampled = request.params.temperature > 0
-        root = branch.run.chain.root
-        branch.drafter = self._library.drafter(root, request.prompt, request.asked, known=known, sampled=sampled)
+        branch.drafter = self._library.drafter(
+            branch.run.chain.root, request.prompt, request.asked, known=known, sampled=not request.params.greedy
+        )
 
     def add_vector(self, request: Request, vector: Vector) -> None:
         """The request's question has a vector from now on: answers to near ones are guesses, too."""

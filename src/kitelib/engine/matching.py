@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from kitelib.abc import Backend
@@ -17,6 +16,7 @@ from kitelib.stores.pool import RUPool
 from kitelib.upcycle.recycler import Recycler
 from kitelib.yoco.canonical import LEVELS
 from kitelib.yoco.encoder import Encoder, Vector, load_encoder, question_vector
+from kitelib.yoco.planner import Spawn
 from kitelib.yoco.wordings import Question, Wording, Wordings
 
 __all__ = ["Matcher", "check_encoder", "open_encoder"]
@@ -24,8 +24,6 @@ __all__ = ["Matcher", "check_encoder", "open_encoder"]
 _LOG = logging.getLogger("kitelib.matching")
 _MOST_ENCODING: Final = 64  # questions on their way through the encoder; others do without
 _UNIT_BYTES: Final = 4096  # set aside for a wording on its way to the pool
-
-Spawn = Callable[[str, Callable[[], Awaitable[None]]], None]
 
 
 async def open_encoder(wanted: str | Encoder | None, door: ThreadDoor) -> Encoder | None:

@@ -40,7 +40,6 @@ __all__ = ["Sampled", "Sampler"]
 _Floats = npt.NDArray[np.floating[Any]]
 _Indices = npt.NDArray[np.intp]
 
-_GREEDY_TEMPERATURE = 1e-5
 # Beyond it every logit difference is zero anyway, and float32 could not hold much more.
 _MAX_TEMPERATURE = 1e30
 _DRAW_BLOCK = 512
@@ -100,7 +99,7 @@ class Sampler:
         self._params = params
         self._vocab_size = vocab_size
         self._temperature = min(float(params.temperature), _MAX_TEMPERATURE)
-        self._greedy = params.temperature < _GREEDY_TEMPERATURE
+        self._greedy = params.greedy
         # Seeding costs more than a greedy step, which never draws.
         self._random = (
             None if self._greedy else np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, choice])))

@@ -29,8 +29,7 @@ from kitelib.upcycle.unit import Expectation, RecyclableUnit
 __all__ = ["Completion", "Completions", "sampling_key"]
 
 LAYOUT: Final = "kite.completion"
-_GREEDY_TEMPERATURE: Final = 1e-5
-# They decide how much of the text is wanted, not which text it is; choices of a seeded request differ, see below.
+# They decide how much of the text is wanted, not which text it is; a seed is added where something is drawn.
 _NO_PART: Final = frozenset({"max_tokens", "n", "logprobs", "seed"})
 
 
@@ -54,8 +53,7 @@ def sampling_key(params: SamplingParams) -> bytes | None:
 
     None, too, for options that can't be written down, such as a schema that is no JSON.
     """
-    greedy = params.temperature < _GREEDY_TEMPERATURE
-    if params.logprobs is not None or not (greedy or (params.seed is not None and params.n == 1)):
+    if params.logprobs is not None or not (params.greedy or (params.seed is not None and params.n == 1)):
         return None
     names = [each.name for each in dataclasses.fields(params) if each.name not in _NO_PART]
     plain: dict[str, Any] = {name: getattr(params, name) for name in names}
@@ -63,7 +61,7 @@ def sampling_key(params: SamplingParams) -> bytes | None:
     try:
         if isinstance(params.json_schema, Mapping):  # as text: the order of its keys is that of the answer's
             plain["json_schema"] = json.dumps(dict(params.json_schema))
-        return encode_fields("kite.sampling", plain, None if greedy else params.seed)
+        return encode_fields("kite.sampling", plain, None if params.greedy else params.seed)
     except (InvalidRequestError, TypeError, ValueError):
         return None
 

@@ -15,6 +15,8 @@ import enum
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from kitelib.config import GREEDY_TEMPERATURE
+
 if TYPE_CHECKING:
     import torch
 
@@ -25,7 +27,6 @@ __all__ = ["NUM_SETTINGS", "DeviceSampling", "SamplingMode", "pack_draws", "samp
 NUM_SETTINGS: Final = 5
 """Numbers per row that `pack_draws` writes."""
 
-_GREEDY_TEMPERATURE: Final = 1e-5
 _MAX_TEMPERATURE: Final = 1e30  # beyond it every difference of logits is zero anyway
 _SUM_BITS: Final = 62  # the weights of a whole row add up to less than 2**62
 _UNUSABLE: Final = -1
@@ -88,7 +89,7 @@ def pack_draws(draws: Sequence[TokenDraw | None], packed: torch.Tensor) -> Sampl
     mode = SamplingMode.GREEDY
     view = packed.numpy()
     for row, draw in enumerate(draws):
-        if draw is None or draw.temperature < _GREEDY_TEMPERATURE:
+        if draw is None or draw.temperature < GREEDY_TEMPERATURE:
             continue
         view[:, row] = draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.uniform
         ranks = draw.top_k > 0 or draw.top_p < 1.0
@@ -125,7 +126,7 @@ def sample_rows(logits: torch.Tensor, settings: DeviceSampling, mode: SamplingMo
                 for first in range(0, logits.shape[0], step)
             ]
         )
-        token = torch.where(settings.temperature < _GREEDY_TEMPERATURE, best, drawn)
+        token = torch.where(settings.temperature < GREEDY_TEMPERATURE, best, drawn)
     return torch.where(peak[:, 0].isfinite(), token, _UNUSABLE)
 
 
@@ -134,7 +135,7 @@ def _draw(scores: torch.Tensor, peak: torch.Tensor, settings: DeviceSampling, *,
     import torch
 
     vocabulary = scores.shape[-1]
-    temperature = settings.temperature.clamp(_GREEDY_TEMPERATURE, _MAX_TEMPERATURE)[:, None]
+    temperature = settings.temperature.clamp(GREEDY_TEMPERATURE, _MAX_TEMPERATURE)[:, None]
     weights = ((scores.double() - peak) * (1.0 / temperature)).exp()
     weights = weights.masked_fill(weights < settings.min_p[:, None], 0.0)
     # Whole numbers, the largest weight 2**bits: additions are exact in any order.
