@@ -14,6 +14,7 @@ __all__ = [
     "BlockPayload",
     "Clock",
     "Codec",
+    "HitLedger",
     "Message",
     "ModelInfo",
     "OverlappingBackend",
@@ -60,6 +61,8 @@ class ModelInfo:
             prompt was computed and measured.
         mixes_adapters: work items of one step may have different adapters.
         draws_tokens: it can draw tokens itself (`StepWork.draws`), which spares copying logits from a device.
+        state_parts: what `model_state` is made of, as short texts by name ("weights", "kv_type", ...): for telling people
+            which of them differs.
         max_outputs: most tokens of one step after which logits or draws may be wanted, drafts included; 0 if sequences
             can't be truncated (a recurrent state), so that drafts can't be verified.
     """
@@ -84,6 +87,7 @@ class ModelInfo:
     mixes_adapters: bool = False
     draws_tokens: bool = False
     max_outputs: int = 0
+    state_parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -379,6 +383,33 @@ class SharedStore(Store, Protocol):
 
     async def raise_epoch(self, name: str, epoch: int) -> int:
         """Makes the epoch at least `epoch` (0 to 2**63 - 1); returns what it is now."""
+        ...
+
+
+@runtime_checkable
+class HitLedger(Protocol):
+    """What a `SharedStore` may offer besides: it adds up how often the units of a pool were used, all processes together.
+
+    Counts are kept per model and day and go after eight days. They say what is worth most, and are no values: they don't
+    count as items, and neither `list_items` nor eviction nor deleting touches them. The table is bounded: what is used
+    least goes first. A count may be lost with its store, and one whose answer was lost may be counted twice.
+
+    A model is named as an epoch is. A day is days since 1970, UTC. A unit is ``<root>:<cf>``, both fingerprints as 64
+    hexadecimal digits. Descriptions are texts of at most 8 KiB by the digits of a root, or "model".
+    """
+
+    async def add_hits(self, model: str, day: int, hits: Mapping[str, int], roots: Mapping[str, str]) -> None:
+        """Adds to the counts of a day, and keeps the descriptions. A store that can't be written because somebody made
+        it read-only keeps nothing and says nothing."""
+        ...
+
+    async def read_hits(self, model: str, days: Sequence[int], limit: int) -> tuple[dict[str, int], dict[str, str]]:
+        """The units with the most hits on these days together, at most `limit`, and the descriptions of their roots
+        and of the model, as far as they are known."""
+        ...
+
+    async def hit_models(self) -> list[str]:
+        """Names of the models that have counts, sorted."""
         ...
 
 

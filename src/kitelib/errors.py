@@ -21,15 +21,25 @@ The tree says who has to act::
     |   +-- BackendStepError         a model step failed
     +-- StoreError                   a tier of the pool; never reaches a request
     +-- FormatError                  bytes that are not a valid recyclable unit; a miss, never an answer
+        +-- BundleError              a bundle that can't be used
+            +-- BundleNotFoundError  (also FileNotFoundError)
+            +-- BundleMismatchError  made for another model, layout, namespace, ...
+            +-- BundleSignatureError not signed or authenticated as it has to be
 
 Retrying helps only for `EngineOverloadedError` and, with a later deadline, `DeadlineExceededError`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 __all__ = [
     "BackendError",
     "BackendStepError",
+    "BundleError",
+    "BundleMismatchError",
+    "BundleNotFoundError",
+    "BundleSignatureError",
     "ConfigError",
     "DeadlineExceededError",
     "EmptyPromptError",
@@ -148,3 +158,27 @@ class StoreError(KiteError):
 
 class FormatError(KiteError):
     """Bytes that are not a valid recyclable unit: wrong magic, size, version or checksum."""
+
+
+class BundleError(FormatError):
+    """A bundle of recyclable units that can't be used; the message names the file and what is wrong with it."""
+
+
+class BundleNotFoundError(BundleError, FileNotFoundError):
+    """No bundle at the given path."""
+
+
+class BundleMismatchError(BundleError):
+    """The bundle was made for something else than what the engine runs.
+
+    Attributes:
+        differences: name of each field that differs -> what the bundle has and what the engine has, as text.
+    """
+
+    def __init__(self, message: str, differences: Mapping[str, tuple[str, str]]) -> None:
+        super().__init__(message)
+        self.differences = dict(differences)
+
+
+class BundleSignatureError(BundleError):
+    """The bundle is not signed, not by a trusted key, or was changed after it was signed."""

@@ -62,9 +62,9 @@ def kv_unit(tokens: Sequence[int], start: int, stop: int, *, root: bytes = ROOT,
     )
 
 
-def logits_unit(tokens: Sequence[int], *, epoch: int = 0) -> RecyclableUnit:
+def logits_unit(tokens: Sequence[int], *, root: bytes = ROOT, epoch: int = 0) -> RecyclableUnit:
     """The logits after a prompt."""
-    chain = chain_of(tokens)
+    chain = chain_of(tokens, root)
     logits = np.arange(INFO.vocab_size, dtype=np.float32) + sum(tokens)
     return RecyclableUnit(
         kind="logits",
@@ -81,8 +81,10 @@ def logits_unit(tokens: Sequence[int], *, epoch: int = 0) -> RecyclableUnit:
     )
 
 
-def units_of(tokens: Sequence[int], *, epoch: int = 0) -> list[RecyclableUnit]:
+def units_of(tokens: Sequence[int], *, root: bytes = ROOT, epoch: int = 0) -> list[RecyclableUnit]:
     """All full blocks of a prompt, its tail if it has one, and its logits."""
     bounds = range(0, len(tokens), BLOCK_TOKENS)
-    blocks = [kv_unit(tokens, start, min(start + BLOCK_TOKENS, len(tokens)), epoch=epoch) for start in bounds]
-    return [*blocks, logits_unit(tokens, epoch=epoch)]
+    blocks = [
+        kv_unit(tokens, start, min(start + BLOCK_TOKENS, len(tokens)), root=root, epoch=epoch) for start in bounds
+    ]
+    return [*blocks, logits_unit(tokens, root=root, epoch=epoch)]

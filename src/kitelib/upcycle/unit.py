@@ -38,6 +38,7 @@ __all__ = [
     "Kind",
     "RecyclableUnit",
     "UnitHead",
+    "check_data_bytes",
     "inspect",
     "pack",
     "peek",
@@ -128,7 +129,8 @@ class Expectation:
     Attributes:
         kind, cf, token_ids, model_state: as in `RecyclableUnit`.
         layout: the layout the reader can use; None accepts any.
-        num_bytes: bytes of data the reader needs; None accepts any up to `MAX_DATA_BYTES`.
+        num_bytes: bytes of data the reader needs; None accepts any up to `max_bytes`.
+        max_bytes: most bytes of data that make sense to the reader; more is not even decoded.
     """
 
     kind: Kind
@@ -137,6 +139,7 @@ class Expectation:
     model_state: bytes
     layout: str | None = None
     num_bytes: int | None = None
+    max_bytes: int = MAX_DATA_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -340,8 +343,19 @@ def _check_expected(header: _Header, expected: Expectation) -> None:
         raise FormatError(f"the unit is {short(header.cf)}, not {short(expected.cf)}")
     if header.model_state != expected.model_state:
         raise FormatError(f"the unit is of model state {short(header.model_state)}, not {short(expected.model_state)}")
-    if expected.num_bytes is not None and header.data_bytes != expected.num_bytes:
-        raise FormatError(f"the unit holds {header.data_bytes} bytes of data, not {expected.num_bytes}")
+    check_data_bytes(header.data_bytes, expected)
+
+
+def check_data_bytes(data_bytes: int, expected: Expectation) -> None:
+    """Compares the size of a unit's data with what is looked for.
+
+    Raises:
+        FormatError: it is another one.
+    """
+    if expected.num_bytes is not None and data_bytes != expected.num_bytes:
+        raise FormatError(f"the unit holds {data_bytes} bytes of data, not {expected.num_bytes}")
+    if data_bytes > expected.max_bytes:
+        raise FormatError(f"the unit holds {data_bytes} bytes of data; at most {expected.max_bytes} make sense here")
 
 
 def _read(view: memoryview, header: _Header, expected: Expectation | None) -> RecyclableUnit:

@@ -11,12 +11,19 @@ from kitelib.backends.digest import content_digest
 from kitelib.backends.llama_cpp.gguf import check_file, split_paths
 from kitelib.fingerprint import encode_fields
 
-__all__ = ["file_model_state", "model_state", "weights_digest"]
+__all__ = ["file_model_state", "model_state", "state_parts", "weights_digest"]
+
+_KV_TYPE = "float16"
 
 
 def model_state(weights: bytes) -> bytes:
     """`ModelInfo.model_state` of a model with this `weights_digest`, 32 bytes."""
-    return hashlib.sha256(encode_fields("kite.model", weights, "kv-float16")).digest()
+    return hashlib.sha256(encode_fields("kite.model", weights, f"kv-{_KV_TYPE}")).digest()
+
+
+def state_parts(weights: bytes) -> dict[str, str]:
+    """`ModelInfo.state_parts` of a model with this `weights_digest`."""
+    return {"weights": weights.hex(), "kv_type": _KV_TYPE}
 
 
 def weights_digest(

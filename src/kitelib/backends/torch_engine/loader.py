@@ -349,6 +349,7 @@ class TorchLoader:
             block_tokens=tables.block_tokens,
             block_bytes=block_bytes(layers, tables.block_tokens, opened.kv_dtype.itemsize),
             model_state=opened.model_state,
+            state_parts=opened.state_parts,
             execution_path=path,
             numerics=numerics,
             reuse_blocks=True,

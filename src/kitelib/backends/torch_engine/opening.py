@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kitelib.backends.digest import file_state
 from kitelib.backends.torch_engine.models import ModelFacts, build_model, inspect_model
-from kitelib.backends.torch_engine.state import torch_model_state
+from kitelib.backends.torch_engine.state import config_digest, torch_model_state
 from kitelib.backends.torch_engine.tokenizer import FolderTokenizer
 from kitelib.backends.torch_engine.weights import files_digest, read_ahead
 from kitelib.errors import MissingExtraError, ModelFormatError, UnsupportedOptionError
@@ -51,6 +51,16 @@ class OpenedModel:
     weights_digest: bytes
     model_state: bytes
     notes: tuple[str, ...]
+
+    @property
+    def state_parts(self) -> dict[str, str]:
+        """`ModelInfo.state_parts`: what `model_state` is made of."""
+        return {
+            "weights": self.weights_digest.hex(),
+            "weights_type": str(self.dtype).removeprefix("torch."),
+            "kv_type": str(self.kv_dtype).removeprefix("torch."),
+            "config": config_digest(self.facts.raw_config, self.facts.settings).hex(),
+        }
 
 
 def open_model(

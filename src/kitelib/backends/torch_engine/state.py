@@ -10,7 +10,7 @@ from typing import Any
 from kitelib.errors import ModelFormatError
 from kitelib.fingerprint import encode_fields
 
-__all__ = ["torch_model_state"]
+__all__ = ["config_digest", "torch_model_state"]
 
 # Names, bookkeeping and what only concerns generation or training. Whatever is not listed counts: a field too many
 # costs a miss, one too few would be a wrong answer.
@@ -59,6 +59,11 @@ def torch_model_state(
         "kite.torch-model", weights, weights_dtype, kv_dtype, _canonical(config), _canonical(settings)
     )
     return hashlib.sha256(fields).digest()
+
+
+def config_digest(config: Mapping[str, Any], settings: Mapping[str, Any]) -> bytes:
+    """Digest of a configuration and of what kitelib changes about it, 32 bytes; arguments as of `torch_model_state`."""
+    return hashlib.sha256(encode_fields(_canonical(config), _canonical(settings))).digest()
 
 
 def _canonical(config: Mapping[str, Any]) -> str:
