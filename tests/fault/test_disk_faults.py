@@ -161,6 +161,37 @@ async def test_a_folder_that_may_not_be_written(open_folder):
         (open_folder / "pool").chmod(0o700)
 
 
+async def test_hits_are_not_counted_where_nothing_may_be_written(open_folder):
+    """Counts are no reason to trouble anybody: a read-only folder keeps none, says nothing, and can be read."""
+    member = f"{'a' * 64}:{'b' * 64}"
+    with unprivileged():
+        store = DiskStore(open_folder / "pool", MAX_BYTES)
+        await store.add_hits("model", 100, {member: 1}, {})
+        (open_folder / "pool" / "hits").chmod(0o500)
+        await store.add_hits("model", 100, {member: 1}, {})
+        await store.add_hits("model", 101, {member: 1}, {})
+        assert await store.read_hits("model", [100, 101], 10) == ({member: 1}, {})
+        assert (await store.stats()).errors == 0
+        await store.aclose()
+        (open_folder / "pool" / "hits").chmod(0o700)
+
+
+async def test_a_full_disk_loses_no_counts_that_were_there(tmp_path):
+    member = f"{'a' * 64}:{'b' * 64}"
+    with mounted(tmp_path / "small", 2**20) as folder:
+        store = DiskStore(folder / "pool", MAX_BYTES)
+        await store.add_hits("model", 100, {member: 1}, {})
+        (folder / "filler").write_bytes(b"x" * (2**20 - 16 * 4096))
+        many = {f"{'a' * 64}:{number:064x}": 1 for number in range(9000)}
+        with pytest.raises(StoreError, match="No space left"):
+            await store.add_hits("model", 100, many, {})
+        assert await store.read_hits("model", [100], 10) == ({member: 1}, {})
+        (folder / "filler").unlink()
+        await store.add_hits("model", 100, {member: 1}, {})
+        assert await store.read_hits("model", [100], 10) == ({member: 2}, {})
+        await store.aclose()
+
+
 async def test_files_of_another_user_can_be_read(open_folder):
     """Only the owner may leave the time of access alone."""
     if os.geteuid() != 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from kitelib.abc import SharedStore, Store, StoredItem, StoreStats
@@ -196,6 +196,19 @@ class GuardedStore:
     async def raise_epoch(self, name: str, epoch: int) -> int:
         return int(await self._call("raise_epoch", _is_epoch, name, epoch))
 
+    async def add_hits(self, model: str, day: int, hits: Mapping[str, int], roots: Mapping[str, str]) -> None:
+        await self._call("add_hits", lambda _: True, model, day, hits, roots)
+
+    async def read_hits(self, model: str, days: Sequence[int], limit: int) -> tuple[dict[str, int], dict[str, str]]:
+        answer: tuple[dict[str, int], dict[str, str]] = await self._call(
+            "read_hits", lambda found: _are_hits(found, limit), model, days, limit
+        )
+        return answer
+
+    async def hit_models(self) -> list[str]:
+        answer: list[str] = await self._call("hit_models", lambda names: isinstance(names, list))
+        return answer
+
     async def sweep(self) -> int:
         """Removes what is expired, where the store can; returns how much."""
         if not hasattr(self._store, "sweep"):
@@ -248,6 +261,16 @@ def _are_values(found: Any, count: int, most_bytes: int | None = None) -> bool:
         and len(found) == count
         and all(value is None or type(value) is bytes for value in found)
         and (most_bytes is None or all(value is None or len(value) <= most_bytes for value in found))
+    )
+
+
+def _are_hits(found: Any, most: int) -> bool:
+    return (
+        isinstance(found, tuple)
+        and len(found) == 2
+        and all(isinstance(each, dict) for each in found)
+        and len(found[0]) <= most
+        and all(type(member) is str and type(count) is int for member, count in found[0].items())
     )
 
 

@@ -12,7 +12,7 @@ from functools import partial
 import anyio
 import anyio.lowlevel
 
-from kitelib.abc import SharedStore, StoredItem
+from kitelib.abc import HitLedger, SharedStore, StoredItem
 from kitelib.errors import KiteError
 from kitelib.testing.stores import require, unit_key
 
@@ -26,7 +26,7 @@ _DAY_S = 86400.0
 
 
 async def check_shared_store(make_store: MakeShared) -> None:
-    """Checks what `kitelib.abc.SharedStore` promises beyond `Store`; run `check_store` too.
+    """Checks what `kitelib.abc.SharedStore` promises beyond `Store`, and `HitLedger` if it is one; run `check_store` too.
 
     Args:
         make_store: gives a new handle on the place with the given name (a folder, a database, a prefix); the places
@@ -46,6 +46,8 @@ async def check_shared_store(make_store: MakeShared) -> None:
             _epochs_are_no_values,
             _concurrent_raisers_agree,
             _bad_epochs_are_refused,
+            _hits_add_up,
+            _hits_are_no_values,
             _warming_is_idempotent,
         )
     ):
@@ -200,6 +202,42 @@ async def _bad_epochs_are_refused(first: SharedStore, _: SharedStore) -> None:
     for epoch in (-1, _MAX_EPOCH + 1):
         require(await _refused(partial(first.raise_epoch, "model", epoch)), f"epoch {epoch} must be refused")
     require(await first.get_epoch("model") == 0, "a refused epoch must change nothing")
+
+
+async def _hits_add_up(first: SharedStore, second: SharedStore) -> None:
+    if not (isinstance(first, HitLedger) and isinstance(second, HitLedger)):
+        return
+    root, day = "a" * 64, int(time.time() // _DAY_S)
+    much, little, least = (f"{root}:{letter * 64}" for letter in "123")
+    require(await first.read_hits("model-a", [day], 10) == ({}, {}), "nothing must be counted at first")
+    require(await first.hit_models() == [], "no model must have counts at first")
+    await first.add_hits("model-a", day, {much: 5, little: 2}, {root: "{}", "model": "{}"})
+    await second.add_hits("model-a", day, {much: 1, least: 1}, {})
+    await second.add_hits("model-a", day - 1, {much: 10, little: 1}, {})
+    for store in (first, second):
+        hits, roots = await store.read_hits("model-a", [day], 10)
+        require(hits == {much: 6, little: 2, least: 1}, "counts of two handles must add up")
+        require(roots == {root: "{}", "model": "{}"}, "descriptions must come back")
+        hits, _ = await store.read_hits("model-a", [day - 1, day], 2)
+        require(hits == {much: 16, little: 3}, "counts of two days must add up, and the highest come within the limit")
+        require(await store.read_hits("model-b", [day], 10) == ({}, {}), "each model must have its own counts")
+    await first.add_hits("model-b", day, {least: 1}, {})
+    require(await second.hit_models() == ["model-a", "model-b"], "hit_models must name all models that have counts")
+    for bad in ({"no member": 1}, {much: 0}, {much: -1}):
+        require(await _refused(partial(_add, first, bad)), f"the hits {bad!r} must be refused")
+
+
+async def _add(store: HitLedger, hits: dict[str, int]) -> int:
+    await store.add_hits("model-a", 0, hits, {})
+    return 0
+
+
+async def _hits_are_no_values(first: SharedStore, second: SharedStore) -> None:
+    if isinstance(first, HitLedger):
+        await first.add_hits("model", int(time.time() // _DAY_S), {f"{'a' * 64}:{'b' * 64}": 1}, {"model": "{}"})
+        stats = await second.stats()
+        require((stats.items, stats.bytes) == (0, 0), "hits must not count as items")
+        require(await _listed(second) == {}, "list_items must not list hits")
 
 
 async def _warming_is_idempotent(first: SharedStore, second: SharedStore) -> None:

@@ -223,6 +223,76 @@ class WarmsByEmptying(Shared):
         self.place.values.clear()
 
 
+class Counts(Shared):
+    """A right one that also adds up hits."""
+
+    def __init__(self, place):
+        super().__init__(place)
+        place.hits = getattr(place, "hits", {})
+        place.texts = getattr(place, "texts", {})
+
+    async def add_hits(self, model, day, hits, roots):
+        if any(not re.fullmatch(r"[0-9a-f]{64}:[0-9a-f]{64}", member) or count < 1 for member, count in hits.items()):
+            raise StoreError("bad hits")
+        counts = self.place.hits.setdefault((model, day), collections.Counter())
+        for member, count in hits.items():
+            counts[member] += count
+        self.place.texts.setdefault(model, {}).update(roots)
+
+    async def read_hits(self, model, days, limit):
+        found = sum((self.place.hits.get((model, day), collections.Counter()) for day in days), collections.Counter())
+        return dict(found.most_common(limit)), dict(self.place.texts.get(model, {}))
+
+    async def hit_models(self):
+        return sorted({model for model, _ in self.place.hits})
+
+
+class CountsOnlyTheLast(Counts):
+    async def add_hits(self, model, day, hits, roots):
+        await super().add_hits(model, day, hits, roots)
+        self.place.hits[model, day].update(
+            {member: count - self.place.hits[model, day][member] for member, count in hits.items()}
+        )
+
+
+class CountsForOneDay(Counts):
+    async def read_hits(self, model, days, limit):
+        return await super().read_hits(model, days[-1:], limit)
+
+
+class CountsWithoutLimit(Counts):
+    async def read_hits(self, model, days, limit):
+        return await super().read_hits(model, days, None)
+
+
+class CountsAllModelsAlike(Counts):
+    async def read_hits(self, model, days, limit):
+        return await super().read_hits("model-a", days, limit)
+
+
+class ForgetsDescriptions(Counts):
+    async def read_hits(self, model, days, limit):
+        return (await super().read_hits(model, days, limit))[0], {}
+
+
+class CountsAnything(Counts):
+    async def add_hits(self, model, day, hits, roots):
+        if all(":" in member and count > 0 for member, count in hits.items()):
+            await super().add_hits(model, day, hits, roots)
+
+
+class NamesNoModels(Counts):
+    async def hit_models(self):
+        return []
+
+
+class KeepsHitsAmongValues(Counts):
+    async def add_hits(self, model, day, hits, roots):
+        await super().add_hits(model, day, hits, roots)
+        if model == "model":
+            self.place.values.put("kite:hits", b"1")
+
+
 class OnePlaceForAll(Shared):
     everywhere = Place()
 
@@ -232,6 +302,7 @@ class OnePlaceForAll(Shared):
 
 def test_a_right_store_passes():
     anyio.run(check_shared_store, places(Shared))
+    anyio.run(check_shared_store, places(Counts))
     anyio.run(check_store, lambda: Shared(Place()))
 
 
@@ -247,6 +318,14 @@ def test_a_right_store_passes():
         (GivesWholeValues, "first bytes"),
         (HeadsForgetMisses, "first bytes"),
         (HeadsMissTheEmpty, "first bytes"),
+        (CountsOnlyTheLast, "two handles must add up"),
+        (CountsForOneDay, "two days must add up"),
+        (CountsWithoutLimit, "within the limit"),
+        (CountsAllModelsAlike, "its own counts"),
+        (ForgetsDescriptions, "descriptions must come back"),
+        (CountsAnything, "must be refused"),
+        (NamesNoModels, "name all models"),
+        (KeepsHitsAmongValues, "hits must not count as items"),
         (LastRaiserWins, "not lower an epoch"),
         (ReadsThenWrites, "an epoch must"),
         (ComparesText, "able to raise an epoch"),

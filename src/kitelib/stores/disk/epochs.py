@@ -9,7 +9,7 @@ import re
 from typing import Final
 
 from kitelib.errors import StoreError
-from kitelib.stores.disk.files import create_folder, is_missing
+from kitelib.stores.disk.files import create_folder, names_in
 
 __all__ = ["read_epoch", "write_epoch"]
 
@@ -52,13 +52,7 @@ def write_epoch(folder: str, name: str, epoch: int) -> int:
 def _numbers(folder: str, name: str) -> list[int]:
     if not _NAME.fullmatch(name):
         raise StoreError(f"an epoch's name is {name!r}; give 1 to 64 of the characters 0-9 a-z _ . -")
-    try:
-        names = os.listdir(f"{folder}/epochs")
-    except OSError as error:
-        if is_missing(error):
-            return []
-        raise
-    digits = [each[len(name) + 1 :] for each in names if each.startswith(name + "@")]
+    digits = [each[len(name) + 1 :] for each in names_in(f"{folder}/epochs") if each.startswith(name + "@")]
     return [int(each) for each in digits if each.isdecimal() and len(each) <= 19]
 
 

@@ -41,6 +41,7 @@ __all__ = [
     "is_missing",
     "key_of_name",
     "make_header",
+    "names_in",
     "open_for_reading",
     "read_head",
     "read_start",
@@ -99,6 +100,20 @@ class FileHead(NamedTuple):
 def is_missing(error: OSError) -> bool:
     """Whether the error says that the file is not there (any more): a miss."""
     return error.errno in STALE_ERRORS
+
+
+def names_in(folder: str) -> list[str]:
+    """Names of what is in a folder; none if it is not there.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    try:
+        return os.listdir(folder)
+    except OSError as error:
+        if is_missing(error):
+            return []
+        raise
 
 
 def real_bytes(status: os.stat_result) -> int:

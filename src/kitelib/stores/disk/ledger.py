@@ -22,7 +22,7 @@ from typing import Final
 from kitelib.errors import StoreError
 from kitelib.stores.disk.files import NUM_SHARDS, STALE_ERRORS, read_start
 
-__all__ = ["NUM_OWNERS", "Books", "Ledger", "LedgerGoneError", "Owner", "read_books"]
+__all__ = ["NUM_OWNERS", "Books", "Ledger", "LedgerGoneError", "Owner", "read_books", "take_lock"]
 
 NUM_OWNERS: Final = 128
 """Most stores that may have one folder open for writing at once."""
@@ -143,7 +143,7 @@ class Ledger:
         if not self._mutex.acquire(timeout=_LOCK_WAIT_S):
             raise StoreError(f"the disk pool {self._folder!r} is held by a write that does not end")
         try:
-            self._take_lock()
+            take_lock(self._descriptor, self._folder)
             try:
                 self._check_place()
                 books = Books(os.pread(self._descriptor, _PAGE_BYTES, 0))
@@ -157,20 +157,6 @@ class Ledger:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         finally:
             self._mutex.release()
-
-    def _take_lock(self) -> None:
-        deadline = time.monotonic() + _LOCK_WAIT_S
-        for turn in range(10**9):
-            try:
-                return fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise StoreError(
-                        f"the disk pool {self._folder!r} was locked by another process for {_LOCK_WAIT_S:g} s; "
-                        "if that process is stopped, continue or end it"
-                    ) from None
-                time.sleep(_POLL_S[min(turn // 4, len(_POLL_S) - 1)])
-        return None
 
     def _check_place(self) -> None:
         try:
@@ -212,6 +198,27 @@ class Ledger:
         """Closes the file."""
         with self._mutex:
             os.close(self._descriptor)
+
+
+def take_lock(descriptor: int, folder: str) -> None:
+    """Locks an open file of the pool against all other processes; ``fcntl.flock(..., LOCK_UN)`` or closing ends it.
+
+    Raises:
+        StoreError: the lock was not to be had within two seconds.
+        OSError: the file system has no locks.
+    """
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    for turn in range(10**9):
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise StoreError(
+                    f"the disk pool {folder!r} was locked by another process for {_LOCK_WAIT_S:g} s; "
+                    "if that process is stopped, continue or end it"
+                ) from None
+            time.sleep(_POLL_S[min(turn // 4, len(_POLL_S) - 1)])
+    return None
 
 
 def read_books(folder: str) -> Books:

@@ -21,6 +21,7 @@ from kitelib.stores.disk.files import (
     header_bytes,
     is_missing,
     key_of_name,
+    names_in,
     open_for_reading,
     read_head,
     read_value,
@@ -137,14 +138,8 @@ class DiskReader:
     def page(self, shard: int) -> list[StoredItem]:
         """What is in a shard, without what is too old or not ours."""
         folder = shard_path(self._folder, shard)
-        try:
-            names = os.listdir(folder)
-        except OSError as error:
-            if is_missing(error):
-                return []
-            raise
         items = []
-        for name in names:
+        for name in names_in(folder):
             key = key_of_name(name, shard)
             try:
                 if key == "":

@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Final, TypeVar
 
 import anyio
@@ -19,6 +19,7 @@ from kitelib.abc import Clock, StoredItem, StoreStats
 from kitelib.errors import ConfigError, StoreError
 from kitelib.stores.disk.epochs import read_epoch, write_epoch
 from kitelib.stores.disk.files import MAX_VALUE_BYTES, NUM_SHARDS
+from kitelib.stores.disk.hits import add_hits, hit_models, read_hits
 from kitelib.stores.disk.index import DiskIndex
 from kitelib.stores.disk.ledger import Books, read_books
 from kitelib.stores.disk.reader import DiskReader, Found
@@ -37,7 +38,7 @@ _CLOSE_WAIT_S: Final = 5.0
 
 
 class DiskStore:
-    """A `SharedStore` in a folder.
+    """A `SharedStore` and `HitLedger` in a folder.
 
     A value is one file that says itself what it is. It appears by renaming, whole; on reading, its length and its key
     are checked, and one that was cut, renamed or exchanged is a miss and goes. There is no other record of what is
@@ -222,6 +223,17 @@ class DiskStore:
 
     async def raise_epoch(self, name: str, epoch: int) -> int:
         return await self._on(self._writes, lambda: write_epoch(self.folder, name, epoch))
+
+    # Hits
+
+    async def add_hits(self, model: str, day: int, hits: Mapping[str, int], roots: Mapping[str, str]) -> None:
+        await self._on(self._writes, lambda: add_hits(self.folder, model, day, hits, roots))
+
+    async def read_hits(self, model: str, days: Sequence[int], limit: int) -> tuple[dict[str, int], dict[str, str]]:
+        return await self._on(self._reads, lambda: read_hits(self.folder, model, days, limit))
+
+    async def hit_models(self) -> list[str]:
+        return await self._on(self._reads, lambda: hit_models(self.folder))
 
     # Life
 

@@ -23,6 +23,7 @@ from kitelib.stores.disk.files import (
     is_missing,
     key_of_name,
     make_header,
+    names_in,
     real_bytes,
     shard_of,
     shard_path,
@@ -362,7 +363,7 @@ class DiskWriter:
     def _look_at(self, shard: int) -> dict[str, str]:
         """Name -> key of the files in a shard, whose entries the system has at hand afterwards."""
         keys = {}
-        for name in _names(shard_path(self._folder, shard)):
+        for name in names_in(shard_path(self._folder, shard)):
             key = key_of_name(name, shard)
             if key is not None:
                 keys[name] = key
@@ -373,7 +374,7 @@ class DiskWriter:
         """Enters what is really there in the books and the index, without what is too old; returns what is new."""
         folder = shard_path(self._folder, shard)
         num_bytes, names, unread = 0, set(), []
-        for name in _names(folder):
+        for name in names_in(folder):
             key = known[name] if name in known else key_of_name(name, shard)
             status = None if key is None else _status(f"{folder}/{name}")
             if key is None or status is None or not stat.S_ISREG(status.st_mode):
@@ -403,13 +404,4 @@ def _status(path: str) -> os.stat_result | None:
     except OSError as error:
         if is_missing(error):
             return None
-        raise
-
-
-def _names(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError as error:
-        if is_missing(error):
-            return []
         raise

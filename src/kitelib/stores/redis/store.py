@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final
 
 import anyio
@@ -12,6 +12,7 @@ import anyio
 from kitelib.abc import Clock, StoredItem, StoreStats
 from kitelib.errors import ConfigError, StoreError
 from kitelib.stores.redis.fault import Fault
+from kitelib.stores.redis.hits import RedisLedger
 from kitelib.stores.redis.nodes import PIPELINE_BYTES, Command, Node, Reply
 from kitelib.stores.redis.scan import Listing, Sizes
 from kitelib.stores.redis.topology import Topology
@@ -43,7 +44,7 @@ return now
 
 
 class RedisStore:
-    """A `SharedStore` in Redis.
+    """A `SharedStore` and `HitLedger` in Redis.
 
     Keys are spread by their hash tag; a call sends one pipeline per server, to all servers at once. Each value is one
     key, written with its time to live in one SET. A server that is dead, hanging or refusing costs its own keys only:
@@ -115,6 +116,7 @@ class RedisStore:
         self._sizes = Sizes()
         self._guess_bytes = _FIRST_GUESS_BYTES  # size of the values read lately
         self._epochs: dict[str, int] = {}
+        self._ledger = RedisLedger(self._ask)
         self._hits = self._misses = self._dropped = self._errors = 0
 
     def __repr__(self) -> str:
@@ -167,8 +169,7 @@ class RedisStore:
 
     async def delete_many(self, keys: Sequence[str]) -> int:
         commands = [Command(key, (pack("UNLINK", key),)) for key in dict.fromkeys(keys)]
-        replies = await self._route(commands) if commands else []
-        self._check([reply for reply in replies if isinstance(reply, Fault)], len(commands), "delete_many")
+        replies = await self._ask(commands, "delete_many")
         return sum(reply for reply in replies if isinstance(reply, int))
 
     async def get_heads(self, keys: Sequence[str], num_bytes: int) -> list[bytes | None]:
@@ -214,6 +215,15 @@ class RedisStore:
         command = Command(key, (pack("EVAL", _RAISE_EPOCH, 1, key, str(wanted)),))
         return self._remember(name, self._epoch(await self._one(command, "raise_epoch"), name))
 
+    async def add_hits(self, model: str, day: int, hits: Mapping[str, int], roots: Mapping[str, str]) -> None:
+        await self._ledger.add_hits(model, day, hits, roots)
+
+    async def read_hits(self, model: str, days: Sequence[int], limit: int) -> tuple[dict[str, int], dict[str, str]]:
+        return await self._ledger.read_hits(model, days, limit)
+
+    async def hit_models(self) -> list[str]:
+        return await self._ledger.hit_models()
+
     async def stats(self) -> StoreStats:
         """Counters, and what the servers that answer hold now.
 
@@ -243,13 +253,16 @@ class RedisStore:
         await self._topology.aclose()
 
     async def _read(self, commands: Sequence[Command], operation: str) -> list[Reply]:
-        replies = await self._route(commands, replica=self._replica_reads) if commands else []
+        return await self._ask(commands, operation, replica=self._replica_reads)
+
+    async def _ask(self, commands: Sequence[Command], operation: str, *, replica: bool = False) -> list[Reply]:
+        """The replies; what failed is counted, and if all did it raises StoreError."""
+        replies = await self._route(commands, replica=replica) if commands else []
         self._check([reply for reply in replies if isinstance(reply, Fault)], len(commands), operation)
         return replies
 
     async def _one(self, command: Command, operation: str) -> Reply:
-        (reply,) = await self._route([command])
-        self._check([reply] if isinstance(reply, Fault) else [], 1, operation)
+        (reply,) = await self._ask([command], operation)
         return reply
 
     async def _route(self, commands: Sequence[Command], *, replica: bool = False) -> list[Reply]:
