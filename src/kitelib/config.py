@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
-from kitelib.config_file import check_bytes, check_choice, check_seconds, read_yaml, section, shown
+from kitelib.config_file import check_bytes, check_choice, check_count, check_seconds, read_yaml, section, shown
 from kitelib.config_sections import LifecycleSection, PoolSection, UnitTypeSection, redis_tier, unit_types
 from kitelib.errors import ConfigError, InvalidSamplingError
 
@@ -69,6 +69,8 @@ class PoolConfig:
     Attributes:
         memory_bytes: bound of the in-process tier, bytes; None means a quarter of the memory that is really
             available (cgroup limits included); 0 turns the tier off.
+        yoco_lite_cache_size: most units in the in-process tier, besides the bound in bytes; None (default) means no
+            such bound. A unit of kind `kv` is one block of tokens.
         disk: folder of the disk tier, which survives restarts and may be used by several processes at once; None
             means no disk tier.
         disk_bytes: bound of the disk tier, bytes that its files take on the disk; default 20 GiB.
@@ -105,6 +107,7 @@ class PoolConfig:
     """
 
     memory_bytes: int | None = None
+    yoco_lite_cache_size: int | None = None
     disk: str | None = None
     disk_bytes: int = 20 * 2**30
     redis: str | None = dataclasses.field(default=None, repr=False)
@@ -129,6 +132,8 @@ class PoolConfig:
     def __post_init__(self) -> None:
         if self.memory_bytes is not None:
             check_bytes("PoolConfig.memory_bytes", self.memory_bytes, least=0)
+        if self.yoco_lite_cache_size is not None:
+            check_count("PoolConfig.yoco_lite_cache_size", self.yoco_lite_cache_size)
         for name in ("disk_bytes", "write_bytes"):
             check_bytes(f"PoolConfig.{name}", getattr(self, name))
         if self.disk is not None:
@@ -346,13 +351,18 @@ class KiteConfig:
             ``{llama: 16, qwen: 32, phi: 8}``. Architectures that none of the prefixes fits are cut as without a file.
         ru_types: stored form of each kind of unit; see `UnitTypeSection`.
         ru_pool: where units are kept; see `PoolSection`.
+        yoco_lite_cache_size: most units that process memory keeps, whatever the backend of `ru_pool`; None (default)
+            means that only `ru_pool.memory_bytes` bounds it.
     """
 
     ru_slicing: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"llama": 16, "qwen": 32, "phi": 8})
     ru_types: tuple[UnitTypeSection, ...] = (UnitTypeSection("kv_cache"), UnitTypeSection("mlp_activation"))
     ru_pool: PoolSection = dataclasses.field(default_factory=PoolSection)
+    yoco_lite_cache_size: int | None = None
 
     def __post_init__(self) -> None:
+        if self.yoco_lite_cache_size is not None:
+            check_count("yoco_lite_cache_size", self.yoco_lite_cache_size)
         if not isinstance(self.ru_slicing, Mapping):
             raise ConfigError(f"ru_slicing is {shown(self.ru_slicing)}; give a mapping like {{llama: 16}}")
         for prefix, size in self.ru_slicing.items():
@@ -392,6 +402,7 @@ class KiteConfig:
         logits = types.get("mlp_activation") or UnitTypeSection("mlp_activation")
         return PoolConfig(
             memory_bytes=pool.memory_bytes,
+            yoco_lite_cache_size=self.yoco_lite_cache_size,
             disk=pool.disk_folder if pool.backend in ("disk", "tiered") else None,
             disk_bytes=pool.disk_bytes,
             redis=redis_tier(pool),

@@ -14,7 +14,16 @@ from typing import Any, TypeVar, cast
 
 from kitelib.errors import ConfigError
 
-__all__ = ["check_bytes", "check_choice", "check_seconds", "read_yaml", "section", "shown", "unknown_name"]
+__all__ = [
+    "check_bytes",
+    "check_choice",
+    "check_count",
+    "check_seconds",
+    "read_yaml",
+    "section",
+    "shown",
+    "unknown_name",
+]
 
 T = TypeVar("T")
 _CREDENTIALS = re.compile(r"//[^/@\s]*@")
@@ -117,6 +126,12 @@ def check_bytes(name: str, value: Any, *, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         kind = "a positive number of bytes" if least else "0 or a number of bytes"
         raise ConfigError(f"{name} is {shown(value)}; give {kind}")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raises ConfigError unless `value` is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} is {shown(value)}; give a whole number, 1 or more")
 
 
 def check_choice(name: str, value: Any, valid: list[str]) -> None:

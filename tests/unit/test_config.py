@@ -119,6 +119,22 @@ def test_a_pool_in_memory(parse: Parse) -> None:
     assert pool_of(parse, "memory_bytes: 0") == PoolConfig(memory_bytes=0)
 
 
+def test_the_lite_bound_on_units(parse: Parse) -> None:
+    config = parse("yoco_lite_cache_size: 1000")
+    assert config.yoco_lite_cache_size == 1000
+    assert config.to_pool_config() == PoolConfig(ttl_seconds=3600, yoco_lite_cache_size=1000)
+    assert parse("yoco_lite_cache_size: null").to_pool_config().yoco_lite_cache_size is None
+    assert PoolConfig().yoco_lite_cache_size is None
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "true", "many", "[1000]"])
+def test_a_bound_on_units_is_a_whole_number(parse: Parse, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"yoco_lite_cache_size is .*; give a whole number"):
+        parse(f"yoco_lite_cache_size: {value}")
+    with pytest.raises(ConfigError, match=r"PoolConfig\.yoco_lite_cache_size is .*; give a whole number"):
+        PoolConfig(yoco_lite_cache_size=yaml.safe_load(value))
+
+
 def test_keys_of_other_tiers_are_left_alone(parse: Parse) -> None:
     others = "redis_urls: [redis://a, redis://b], s3_url: s3://bucket, disk_path: /pool"
     assert pool_of(parse, f"backend: memory, {others}") == PoolConfig()

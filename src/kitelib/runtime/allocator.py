@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
 from typing import Final
 
 import numpy as np
 
-__all__ = ["keep_freed_memory"]
+__all__ = ["give_back_freed_memory", "keep_freed_memory"]
 
 _BLOCK_BYTES: Final = 2**25 - 2**16  # glibc learns from blocks of less than 32 MiB only
 
@@ -22,3 +24,13 @@ def keep_freed_memory() -> None:
     nothing happens.
     """
     np.empty(_BLOCK_BYTES, np.uint8)  # `bytes` would clear it, for 15 ms, if the process has such a block free
+
+
+def give_back_freed_memory() -> None:
+    """Returns freed memory of the whole process to the system, which else stays with the process and its pages in
+    memory. Any thread; milliseconds. Does nothing where the C library has no such call (`malloc_trim` is glibc's)."""
+    if os.name != "posix":
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

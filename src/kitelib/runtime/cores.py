@@ -8,21 +8,25 @@ import pathlib
 __all__ = ["default_threads"]
 
 _MOST_THREADS = 8
+_CPUS = "/sys/devices/system/cpu"
 
 
 def default_threads() -> int:
-    """Compute threads for a library that shares its machine: usable cores less one, from 1 to 8.
+    """Compute threads for a library that shares its machine: its fast cores, but one less than there are, from 1 to 8.
 
-    A usable core is a physical one that this process may run on (affinity, cgroup CPU quota). Second hardware
-    threads don't count: matrix kernels saturate the units that two of them share. One core stays with the host
-    application and its event loop, because every step waits for its slowest thread: a thread that has to share its
-    core slows all others down. Past 8 threads, decoding is bound by memory bandwidth on most machines.
+    A core is a physical one that this process may run on (affinity, cgroup CPU quota). Second hardware threads don't
+    count: matrix kernels saturate the units that two of them share. Every step waits for its slowest thread, so cores
+    of less than half the speed of the fastest don't count either where the system tells (big.LITTLE phones), and one
+    core stays with the host application and its event loop: a thread that has to share its core slows all others
+    down. Where there are slow cores, the application has those. Past 8 threads, decoding is bound by memory bandwidth
+    on most machines.
     """
-    usable = _physical_cores(_affinity())
+    cpus = _affinity()
+    usable = _physical_cores(cpus)
     quota = _cgroup_cpus()
     if quota is not None:
         usable = min(usable, int(quota))
-    return max(1, min(_MOST_THREADS, usable - 1))
+    return max(1, min(_MOST_THREADS, _physical_cores(_fast(cpus)), usable - 1))
 
 
 def _affinity() -> set[int]:
@@ -31,7 +35,27 @@ def _affinity() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-def _physical_cores(cpus: set[int], root: str = "/sys/devices/system/cpu") -> int:
+def _fast(cpus: set[int], root: str = _CPUS) -> set[int]:
+    """Those with at least half the capacity, or else the highest clock rate, of the fastest; all if it is not known of
+    each."""
+    for file in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
+        speeds = {cpu: _number(pathlib.Path(root, f"cpu{cpu}", file)) for cpu in cpus}
+        if all(speeds.values()):
+            most = max(speeds.values())
+            return {cpu for cpu, speed in speeds.items() if 2 * speed >= most}
+    return cpus
+
+
+def _number(path: pathlib.Path) -> int:
+    """The number in a file; 0 if there is none."""
+    try:
+        text = path.read_text(errors="replace").strip()
+    except OSError:
+        return 0
+    return int(text) if text.isdecimal() else 0
+
+
+def _physical_cores(cpus: set[int], root: str = _CPUS) -> int:
     """Distinct cores behind logical CPUs; CPUs whose siblings are unknown count as a core each."""
     cores = set()
     for cpu in cpus:
@@ -45,7 +69,7 @@ def _physical_cores(cpus: set[int], root: str = "/sys/devices/system/cpu") -> in
 def _cgroup_cpus(proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:
     """CPUs allowed by the tightest cgroup quota on the way up to the root (v2 and v1); None if unlimited."""
     try:
-        entries = [line.split(":", 2) for line in pathlib.Path(proc).read_text().splitlines()]
+        entries = [line.split(":", 2) for line in pathlib.Path(proc).read_text(errors="surrogateescape").splitlines()]
     except OSError:
         return None
     limits = []

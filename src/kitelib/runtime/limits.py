@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -11,6 +12,7 @@ __all__ = ["available_memory_bytes", "default_pool_bytes"]
 
 _FALLBACK_BYTES: Final = 2**30  # where nothing can be read: small enough for a phone
 _POOL_SHARE: Final = 4
+_ANDROID_RESERVE: Final = 8  # of all memory, one part in so many stays free
 
 
 def default_pool_bytes() -> int:
@@ -18,26 +20,38 @@ def default_pool_bytes() -> int:
     return available_memory_bytes() // _POOL_SHARE
 
 
-def available_memory_bytes(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+def available_memory_bytes(
+    *, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"), android: bool | None = None
+) -> int:
     """Bytes that this process can still take before the machine or a control group runs out; never negative.
 
     The least of the machine's available memory and, for this process's control group and each one above it (versions
     1 and 2), the limit less what is in use; page cache that the kernel would drop first (``inactive_file``) does not
     count as in use. Where the system tells neither (Windows, macOS): half of the physical memory, or 1 GiB.
 
+    Android lets apps read the machine's memory but not their control groups, and ends them well before nothing is
+    left: an eighth of the whole memory does not count as available there.
+
     Args:
         proc: where procfs is mounted.
         cgroup: where the control groups are mounted.
+        android: whether this is Android; None means to find out.
     """
-    bounds = [_machine_bytes(proc), *_cgroup_bytes(proc, cgroup)]
+    bounds = [_machine_bytes(proc, android=_is_android() if android is None else android), *_cgroup_bytes(proc, cgroup)]
     return max(0, min(bounds))
 
 
-def _machine_bytes(proc: Path) -> int:
+def _is_android() -> bool:
+    # Before Python 3.13 the platform is "linux" there as well; the system sets the variable for every app.
+    return sys.platform == "android" or "ANDROID_ROOT" in os.environ
+
+
+def _machine_bytes(proc: Path, *, android: bool) -> int:
     fields = _fields(proc / "meminfo")
+    reserve = fields.get("MemTotal:", 0) // _ANDROID_RESERVE if android else 0
     for name in ("MemAvailable:", "MemFree:"):  # kernels before 3.14 have only the second
         if name in fields:
-            return fields[name] * 1024
+            return (fields[name] - reserve) * 1024
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (AttributeError, ValueError, OSError):

@@ -2,7 +2,9 @@
 
 Freshness: every model has an epoch, a whole number that only grows and that every shared tier keeps. Invalidating
 raises it; units carry the epoch they were computed in, and older ones are never used. Each process looks at the epochs
-every `interval_s` and goes forward to the highest one it sees on any tier.
+every `interval_s` and goes forward to the highest one it sees on any tier. A process whose tiers are all on its own
+machine, a phone's say, looks only while it has requests, so that it never wakes up for nothing: the first request after
+a rest looks before it uses anything.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from kitelib.config import TierThresholds
 from kitelib.errors import FormatError, StoreError
 from kitelib.fingerprint import model_key
 from kitelib.stores.archiving import archive_batch, cold_batches
+from kitelib.stores.hits import HitCounts, HitPublisher
 from kitelib.stores.tier import Tier
 from kitelib.stores.tiered import Tiers
 from kitelib.upcycle.unit import HEAD_BYTES, UnitHead, peek
@@ -106,8 +109,10 @@ class Lifecycle:
         thresholds: when a unit is cold.
         on_epoch: called with the new epoch of the model in use as soon as it is known that it was raised.
         clock: time source.
+        hits: what this process used; brought to the tiers that add up hits. None counts nothing.
 
     Attributes:
+        hits: brings them there.
         purged: stale units deleted so far.
         archived: units moved to the archive so far.
     """
@@ -120,6 +125,7 @@ class Lifecycle:
         thresholds: TierThresholds,
         on_epoch: Callable[[int], None],
         clock: Clock | None = None,
+        hits: HitCounts | None = None,
     ) -> None:
         self.purged = 0
         self.archived = 0
@@ -129,11 +135,15 @@ class Lifecycle:
         self._on_epoch = on_epoch
         self._time = time.time if clock is None else clock.time
         self._monotonic = time.monotonic if clock is None else clock.monotonic
+        self.hits = None if hits is None else HitPublisher(hits, self._time)
         self._model: str | None = None
         self._epochs: dict[str, int] = {}
         self._told: dict[str, int] = {}  # what the pool knows
         self._unheard: set[str] = set()  # models whose invalidation no tier has heard of yet
         self._to_purge: dict[tuple[Tier, str], int] = {}
+        self._used = asyncio.Event()  # since the last round
+        self._resting = False
+        self._due = self._monotonic() + interval_s * random.random()  # noqa: S311 - no secret
         # At a random point of the first period, so that a fleet does not list the tiers together.
         self._dear_period_s = max(interval_s, thresholds.cold_after_s / _DEAR_ROUNDS)
         self._dear_at = self._monotonic() + self._dear_period_s * random.random()  # noqa: S311 - no secret
@@ -172,9 +182,15 @@ class Lifecycle:
         Returns:
             How many units were deleted, by the name of the tier.
         """
-        name = self._model
-        if name is None:
+        if self._model is None:
             return {}
+        try:
+            return await self._raise_epoch(self._model, at_least)
+        finally:
+            if not self._may_rest():
+                self._used.set()  # what failed is tried again in the next round
+
+    async def _raise_epoch(self, name: str, at_least: int) -> dict[str, int]:
         self._go_forward(name, (await self._read_epochs(name)).values())
         shared = self._shared
         self._unheard.add(name)  # until it is known better, also if this call is cancelled
@@ -257,25 +273,49 @@ class Lifecycle:
     # Rounds
 
     async def run(self) -> None:
-        """Makes a round every interval, for ever."""
-        delay_s = self._interval_s * random.random()  # noqa: S311 - no secret
+        """Makes a round every interval, for ever; if all tiers are local, only after something was used."""
         while True:
-            await anyio.sleep(delay_s)
+            if self._may_rest():
+                self._used.clear()
+                self._resting = True
+                await self._used.wait()
+            await anyio.sleep(max(0.0, self._due - self._monotonic()))
             await self.check()
-            delay_s = self._interval_s * random.uniform(1 - _JITTER, 1 + _JITTER)  # noqa: S311 - no secret
+            self._due = self._monotonic() + self._interval_s * random.uniform(1 - _JITTER, 1 + _JITTER)  # noqa: S311
 
-    async def check(self) -> None:
-        """One round: epochs, stale units, expired units, counters, and now and then the archive. No store that fails
-        stops it."""
+    def _may_rest(self) -> bool:
+        """Whether nobody else waits for what the rounds do."""
+        return not self._to_purge and not self._unheard and all(tier.name == _LOCAL for tier in self._tiers.tiers)
+
+    def note_use(self) -> bool:
+        """Tells that a request is going to use the tiers. True if it has to `look` first: there was no round for
+        longer than an interval. Only on the event loop."""
+        self._used.set()
+        return self._resting and self._monotonic() >= self._due
+
+    async def look(self) -> None:
+        """Looks at the epoch of the model in use, as each round does. No store that fails stops it."""
         if self._model is not None:
             await self._check_epoch(self._model)
+        self._resting = False
+
+    async def check(self) -> None:
+        """One round: epochs, stale units, hits, expired units, counters, and now and then the archive. No store that
+        fails stops it."""
+        await self.look()
         for tier, model in list(self._to_purge):
             await self.purge_stale(tier, model)
+        await self.publish_hits()
         dear = self._monotonic() >= self._dear_at
         await asyncio.gather(*[self._tend(tier, dear=dear) for tier in self._tiers.tiers])
         if dear:
             self._dear_at = self._monotonic() + self._dear_period_s * random.uniform(1 - _JITTER, 1 + _JITTER)  # noqa: S311
             await self.archive_cold()
+
+    async def publish_hits(self) -> None:
+        """Brings what was used since the last time to the tiers that add it up; what fails waits for the next round."""
+        if self.hits is not None:
+            await self.hits.publish(self._tiers.tiers)
 
     async def _tend(self, tier: Tier, *, dear: bool) -> None:
         """Removes what is expired, on remote tiers more rarely, and takes the store's counters."""

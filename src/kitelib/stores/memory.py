@@ -1,15 +1,17 @@
-"""The in-process tier: values in memory, those least worth their bytes out first, bounded in real bytes."""
+"""The in-process tier: values in memory, those least worth their bytes out first, bounded in real bytes and in number."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from kitelib.abc import Clock, StoreStats
 from kitelib.errors import ConfigError, FormatError
+from kitelib.fingerprint import model_key, store_key
 from kitelib.stores.eviction import EvictionPolicy
 from kitelib.upcycle.unit import HEAD_BYTES, UnitHead, peek
 
@@ -30,6 +32,7 @@ def entry_bytes(key: str, value: bytes) -> int:
 
 
 _FREED_AT_ONCE: Final = 512
+_MOST_LEFT_OUT: Final = 4096
 
 
 class _Entry(NamedTuple):
@@ -41,7 +44,7 @@ class _Entry(NamedTuple):
 class MemoryStore:
     """A `Store` in this process's memory.
 
-    The bound is never exceeded, not even for a moment: room is made before a value goes in, as `EvictionPolicy` says. A
+    The bounds are never exceeded, not even for a moment: room is made before a value goes in, as `EvictionPolicy` says. A
     value that doesn't fit an empty store is dropped and counted, and what its key held before is gone. The index, the
     memory and the policy change together under one lock, so a key is found exactly as long as its value is there.
 
@@ -50,22 +53,34 @@ class MemoryStore:
 
     Args:
         max_bytes: bound, bytes; 0 keeps nothing.
+        max_items: most values at once; None means no such bound.
         ttl_s: seconds after which a value counts as gone; None means never.
         clock: time source for `ttl_s`.
     """
 
-    def __init__(self, max_bytes: int, *, ttl_s: float | None = None, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        *,
+        max_items: int | None = None,
+        ttl_s: float | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         if max_bytes < 0:
             raise ConfigError(f"max_bytes is {max_bytes}; give 0 or a number of bytes")
+        if max_items is not None and max_items < 1:
+            raise ConfigError(f"max_items is {max_items}; give 1 or more, or None for no bound")
         if ttl_s is not None and not ttl_s > 0:
             raise ConfigError(f"ttl_s is {ttl_s}; give a positive number of seconds, or None")
         self.max_bytes = max_bytes
+        self.max_items = max_items
         self._ttl_s = ttl_s
         self._monotonic = time.monotonic if clock is None else clock.monotonic
         self._lock = threading.Lock()
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
         self._policy = EvictionPolicy(clock)
+        self._left_out: OrderedDict[str, None] = OrderedDict()
         self._bytes = 0
         self._leaving_bytes = 0  # not freed yet since `clear`
         self._closed = False
@@ -98,17 +113,51 @@ class MemoryStore:
             if self._closed or num_bytes > limit:
                 self._dropped += 1
                 return False
-            while self._bytes + num_bytes > limit and (victim := self._policy.victim()) is not None:
-                self._remove(victim)
-                self._evictions += 1
+            if not self._make_room(key, num_bytes, limit, head):
+                self._dropped += 1
+                return False
             self._policy.add(key, num_bytes, head=head)
             self._entries[key] = _Entry(value, num_bytes, self._monotonic())
             self._bytes += num_bytes
             return True
 
+    def _make_room(self, key: str, num_bytes: int, limit: int, head: UnitHead | None) -> bool:
+        """Evicts until the value fits; False if it is better left out.
+
+        A prompt larger than the store would push out, block by block, what its later blocks are of no use without. So
+        what goes on from a unit that would have to go for it, or that was left out itself, stays out.
+        """
+        if not self._is_full(num_bytes, limit):
+            self._left_out.pop(key, None)
+            return True
+        parent = None if head is None else store_key(model_key(head.model_state), "kv", head.parent)
+        touched = False
+        fits = parent not in self._left_out
+        while fits and self._is_full(num_bytes, limit) and (victim := self._policy.victim()) is not None:
+            if victim != parent:
+                self._remove(victim)
+                self._evictions += 1
+            elif not touched:  # it has just been used, by the new one
+                self._policy.touch(victim)
+                touched = True
+            else:
+                fits = False
+        if fits:
+            self._left_out.pop(key, None)
+        else:
+            self._left_out[key] = None
+            if len(self._left_out) > _MOST_LEFT_OUT:
+                self._left_out.popitem(last=False)
+        return fits
+
+    def _is_full(self, num_bytes: int, limit: int) -> bool:
+        """Whether something has to go before one more value of `num_bytes` may come."""
+        return self._bytes + num_bytes > limit or len(self._entries) == self.max_items
+
     def delete(self, key: str) -> bool:
         """Deletes; whether the key was there."""
         with self._lock:
+            self._left_out.pop(key, None)
             return self._live(key) is not None and self._remove(key)
 
     def clear(self) -> int:
@@ -118,6 +167,7 @@ class MemoryStore:
             policy, self._policy = self._policy, EvictionPolicy(self._clock)
             self._leaving_bytes += self._bytes
             self._bytes = 0
+            self._left_out.clear()
         count = len(entries)
         if count > _FREED_AT_ONCE:  # giving gigabytes back to the system takes its time, which an event loop has not
             threading.Thread(target=self._free, args=(entries, policy), name="kite-free", daemon=True).start()

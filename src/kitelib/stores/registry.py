@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections.abc import Callable, Collection
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from kitelib.abc import Clock, Store
 from kitelib.config import PoolConfig
 from kitelib.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    import importlib.metadata
 
 __all__ = ["ENTRY_POINTS", "open_stores"]
 
@@ -18,7 +20,7 @@ ENTRY_POINTS: Final = "kitelib.stores"
 """Group of entry points by which a package registers a store: the name is the scheme of its URLs, the object a
 function ``open_store(url: str, config: PoolConfig) -> Store`` that does no I/O."""
 
-_OWN_NAMES: Final = ("memory", "disk", "redis", "s3")
+_OWN_NAMES: Final = ("memory", "bundle", "disk", "redis", "s3")
 _OWN_SCHEMES: Final = {
     "redis": "redis",
     "rediss": "redis",
@@ -129,6 +131,8 @@ def _scheme(field: str, url: str) -> str:
 
 
 def _entry_point(field: str, scheme: str) -> importlib.metadata.EntryPoint:
+    import importlib.metadata  # with all of email, zipfile and csv, which few need
+
     registered = list(importlib.metadata.entry_points(group=ENTRY_POINTS))
     # One package may be found twice, e.g. on two folders of the path: the first counts, as for imports.
     fitting = {_package(each): each for each in reversed(registered) if each.name == scheme}

@@ -12,7 +12,7 @@ from typing import Final
 
 import anyio
 
-from kitelib.abc import Clock, SharedStore, Store, StoreStats
+from kitelib.abc import Clock, HitLedger, SharedStore, Store, StoreStats
 from kitelib.errors import StoreError
 from kitelib.runtime.threads import ThreadDoor
 from kitelib.stores.breaker import Breaker
@@ -70,9 +70,11 @@ class Tier:
         cost: what lookups and reads take.
         refused: values of it that failed their checks after they were read; counted by who checks.
         breaker: stops calls while the store keeps failing; writing has one of its own.
+        write_failure: why the last batch could not be written, for people; "" if it could.
         background: the store for calls that no request waits for: guarded like the others, with more patience, and
             raising StoreError.
         shared: `background`, if the store is a `SharedStore`; else None.
+        ledger: adds up hits, if the store is a `HitLedger`; else None. Guarded as writes are.
     """
 
     def __init__(
@@ -100,10 +102,12 @@ class Tier:
         self.shared = self.background if isinstance(store, SharedStore) else None
         self._quick = GuardedStore(store, self._guard, timeout_s)
         self._writes = GuardedStore(store, self._write_guard, patience_s)
+        self.ledger = self._writes if isinstance(store, HitLedger) else None
         self._flights = Flights(self._read)
         self._queue: WriteQueue[Pending] = WriteQueue(write_bytes, self._write)
         self._stats = _NOTHING
         self.refused = 0
+        self.write_failure = ""
         self._hits = self._misses = self._lost = 0
         self._mean_bytes = 0.0
         self._looked_up = False
@@ -222,9 +226,12 @@ class Tier:
             return len(batch) - len(items)
         try:
             await self._writes.put_many(items)
-        except StoreError:
+        except StoreError as error:
             # The store may have counted these as dropped too; `counters` takes care of it.
             self._lost += len(items)
+            self.write_failure = str(error)
+        else:
+            self.write_failure = ""
         return len(batch) - len(items)
 
     def _encoded(self, pending: Pending) -> tuple[str, bytes] | None:

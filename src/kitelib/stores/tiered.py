@@ -308,6 +308,11 @@ class Tiers:
             task.cancel()
         await asyncio.gather(*[tier.aclose() for tier in self.tiers])
 
+    def notes(self) -> list[str]:
+        """A plain sentence about each tier that can't be written."""
+        failures = {tier.name: tier.write_failure for tier in self.tiers if tier.write_failure}
+        return [f"the tier {name!r} is read and not written to: {why}" for name, why in failures.items()]
+
     def stats(self) -> dict[str, dict[str, int | float | str]]:
         """Counters of each tier by name. No I/O."""
         return dict(zip(self._names(), [tier.counters() for tier in self.tiers], strict=True))

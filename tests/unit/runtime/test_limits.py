@@ -126,6 +126,23 @@ def test_unreadable_lists_of_groups_are_no_limit(machine, text):
     assert machine.available() == 8 * GIB
 
 
+def test_android_ends_apps_before_its_memory_is_used_up(machine):
+    found = available_memory_bytes(proc=machine.proc, cgroup=machine.cgroup, android=True)
+    assert found == 8 * GIB - 16 * GIB // 8
+    machine.write(machine.proc / "meminfo", "MemTotal:        4194304 kB\nMemAvailable:     262144 kB\n")
+    assert available_memory_bytes(proc=machine.proc, cgroup=machine.cgroup, android=True) == 0
+
+
+def test_android_is_known_by_its_environment(machine, monkeypatch):
+    monkeypatch.setenv("ANDROID_ROOT", "/system")
+    assert machine.available() == 6 * GIB
+
+
+def test_groups_that_may_not_be_read_are_no_limit(machine):
+    (machine.proc / "self/cgroup").mkdir(parents=True)  # as unreadable as a file on Android is, also for root
+    assert machine.available() == 8 * GIB
+
+
 def test_systems_without_procfs_give_something_safe(tmp_path):
     found = available_memory_bytes(proc=tmp_path / "none", cgroup=tmp_path / "none")
     assert 2**26 <= found <= 2**45

@@ -297,6 +297,74 @@ async def test_processes_that_start_together_do_not_stay_together(clock: HandClo
     assert len(set(waits)) == 50
 
 
+# Rest
+
+
+def timers() -> list[object]:
+    return [each for each in asyncio.get_running_loop()._scheduled if not each.cancelled()]  # type: ignore[attr-defined]
+
+
+async def settled(lifecycle: Lifecycle, *, resting: bool) -> None:
+    with anyio.fail_after(10):
+        while lifecycle._resting != resting:
+            await asyncio.sleep(0)
+
+
+async def test_a_process_with_local_tiers_rests_until_it_is_used(clock: HandClock) -> None:
+    """No timer while nobody asks; one round after the last use; and what others invalidated is known in time."""
+    disk = SharedMemory(clock)
+    ours, theirs = Process(clock, disk=disk), Process(clock, disk=disk)
+    for process in (ours, theirs):
+        await process.lifecycle.use_model(MODEL)
+    run = asyncio.get_running_loop().create_task(ours.lifecycle.run())
+    await settled(ours.lifecycle, resting=True)
+    before = timers()
+    assert not ours.lifecycle.note_use()
+    clock.now += 60.0
+    with anyio.fail_after(10):
+        while disk.swept == 0:  # the one round
+            await asyncio.sleep(0.01)
+    await settled(ours.lifecycle, resting=True)
+    assert timers() == before == []
+
+    clock.now += 3600.0
+    await theirs.lifecycle.raise_epoch()
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert (ours.epochs, disk.swept) == ([], 1)  # still at rest
+    assert ours.lifecycle.note_use()
+    assert ours.lifecycle.note_use()  # nor may the next request go ahead, until somebody has looked
+    await ours.lifecycle.look()
+    assert ours.epochs == [1]
+    assert not ours.lifecycle.note_use()
+    run.cancel()
+
+
+async def test_a_process_with_a_shared_tier_does_not_rest(clock: HandClock) -> None:
+    """Others wait for its rounds: the archive, and counters of hits."""
+    process = Process(clock, disk=SharedMemory(clock), redis=SharedMemory(clock))
+    await process.lifecycle.use_model(MODEL)
+    run = asyncio.get_running_loop().create_task(process.lifecycle.run())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(timers()) == 1
+    assert not process.lifecycle.note_use()
+    run.cancel()
+
+
+async def test_what_could_not_be_cleared_keeps_a_process_awake(clock: HandClock) -> None:
+    disk = SharedMemory(clock)
+    process = Process(clock, disk=disk)
+    await process.lifecycle.use_model(MODEL)
+    disk.failing = {"get_epoch", "raise_epoch", "list_items"}
+    await process.lifecycle.raise_epoch()
+    assert not process.lifecycle._may_rest()
+    disk.failing = set()
+    process.mend()
+    await process.lifecycle.check()
+    assert process.lifecycle._may_rest()
+
+
 async def test_a_store_that_hangs_in_a_listing_is_left_behind(clock: HandClock) -> None:
     redis = SharedMemory(clock)
     process = Process(clock, redis=redis)

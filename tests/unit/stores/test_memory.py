@@ -188,9 +188,9 @@ def test_bytes_are_real_bytes():
     assert sys.getsizeof(b"") < ENTRY_BYTES
 
 
-def test_a_prompt_is_given_up_from_its_end():
-    """B9: after eviction what is left of a prompt is its beginning, so no block is held that no prompt can reach."""
-    ids = list(range(1, 33))
+def units_of_a_prompt(count: int, first: int = 1) -> list[tuple[str, bytes]]:
+    """Keys and values of the blocks of one prompt, first to last; `first` is its first token."""
+    ids = list(range(first, first + 4 * count))
     root, layout = Fingerprint(b"r" * 32), {"layout": "x", "dtype": "uint8", "shape": (64,)}
     chain = block_fingerprints(root, ids, 4)
     items = []
@@ -199,6 +199,12 @@ def test_a_prompt_is_given_up_from_its_end():
         block = np.asarray(ids[4 * index : 4 * index + 4], np.uint32)
         unit = RecyclableUnit("kv", cf, parent, block, b"m" * 32, 0, 0.0, data=np.zeros(64, np.uint8), **layout)
         items.append((store_key(model_key(unit.model_state), "kv", cf), pack(unit, get_codec("raw", "none"))))
+    return items
+
+
+def test_a_prompt_is_given_up_from_its_end():
+    """B9: after eviction what is left of a prompt is its beginning, so no block is held that no prompt can reach."""
+    items = units_of_a_prompt(8)
     keys = [key for key, _ in items]
     store = MemoryStore(len(items) * entry_bytes(*items[0]))
     for item in items:
@@ -207,6 +213,62 @@ def test_a_prompt_is_given_up_from_its_end():
     for count in range(1, 5):
         store.put(f"{count:{len(keys[0])}}", bytes(len(items[0][1])))
         assert anyio.run(store.leading_run, keys) == store.counters().items - count == len(items) - count
+
+
+def test_no_more_values_than_the_bound_and_the_least_worth_goes():
+    store = MemoryStore(2**20, max_items=3)
+    for key in "abc":
+        assert store.put(key, b"x" * 100)
+    assert store.get("a")
+    assert store.put("d", b"x")
+    assert [store.contains(key) for key in "abcd"] == [True, False, True, True]
+    assert (store.counters().items, store.counters().evictions) == (3, 1)
+    assert store.put("d", b"y" * 50)  # replacing takes nobody's place
+    assert (store.counters().items, store.counters().evictions) == (3, 1)
+    assert store.clear() == 3
+    assert store.put("e", b"x")
+
+
+def test_a_bound_in_values_cuts_a_prompt_from_its_end():
+    items = units_of_a_prompt(10)
+    keys = [key for key, _ in items]
+    store = MemoryStore(2**20, max_items=10)
+    for item in items:
+        store.put(*item)
+    assert anyio.run(store.leading_run, keys) == 10
+    for count in range(1, 5):
+        store.put(f"other{count}", b"x")
+        assert anyio.run(store.leading_run, keys) == 10 - count
+        assert store.counters().items == 10
+
+
+@pytest.mark.parametrize("bound", ["bytes", "items"])
+def test_a_prompt_that_does_not_fit_keeps_its_beginning(bound):
+    items = units_of_a_prompt(30)
+    keys = [key for key, _ in items]
+    size = entry_bytes(*items[0])
+    store = MemoryStore(10 * size) if bound == "bytes" else MemoryStore(2**20, max_items=10)
+    for _ in range(3):
+        for item in items:
+            store.put(*item)
+        assert anyio.run(store.leading_run, keys) == 10
+    assert (store.counters().items, store.counters().evictions) == (10, 0)
+    assert store.counters().dropped == 3 * 20
+
+
+def test_a_new_prompt_takes_the_room_of_an_older_one():
+    old, new = units_of_a_prompt(10), units_of_a_prompt(10, first=500)
+    store = MemoryStore(2**20, max_items=10)
+    for item in [*old, *new]:
+        store.put(*item)
+    assert anyio.run(store.leading_run, [key for key, _ in new]) == 10
+    assert (store.counters().evictions, store.counters().dropped) == (10, 0)
+
+
+@pytest.mark.parametrize("max_items", [0, -1])
+def test_a_bound_in_values_is_positive(max_items):
+    with pytest.raises(ConfigError, match=f"max_items is {max_items}"):
+        MemoryStore(100, max_items=max_items)
 
 
 def test_threads_and_accounting():

@@ -16,19 +16,21 @@ from kitelib.backends.llama_cpp.build_id import library_digest
 from kitelib.backends.llama_cpp.context import ContextOptions, LlamaContext
 from kitelib.backends.llama_cpp.library import load_library, spin_note
 from kitelib.backends.llama_cpp.model import GGUFModel
-from kitelib.backends.llama_cpp.model_state import model_state
+from kitelib.backends.llama_cpp.model_state import model_state, state_parts
 from kitelib.backends.llama_cpp.selftest import OUTPUTS, PLANS, SPLITS, RowPlan, find_plan
 from kitelib.backends.selftest_cache import SelfTestCache
 from kitelib.config import AdapterConfig, Numerics, block_tokens_of
 from kitelib.errors import BackendError, ConfigError, FormatError, UnknownAdapterError
 from kitelib.fingerprint import encode_fields
+from kitelib.runtime.allocator import give_back_freed_memory
 from kitelib.runtime.cores import default_threads
 from kitelib.runtime.limits import available_memory_bytes
+from kitelib.runtime.threads import in_own_thread
 
 __all__ = ["LlamaCppBackend", "LlamaCppOptions"]
 
 _BLOCK_TOKENS = {"llama": 16, "qwen": 32, "phi": 8}
-_DEFAULT_CONTEXT = 4096
+_DEFAULT_CONTEXT, _LEAST_CONTEXT = 4096, 512  # where nobody says
 # What llama.cpp's CPU kernels are fastest with, flash attention off: 600 tokens of SmolLM2 take 4.0 s on one thread,
 # against 4.3 s in micro-batches of 512 rows and 4.5 s with flash attention; 20 tokens 0.15 s against 0.20 s.
 _STANDARD_ROWS = RowPlan(64, 1, 1)
@@ -49,7 +51,8 @@ class LlamaCppOptions:
     """Options of the backend.
 
     Attributes:
-        n_ctx: tokens of one sequence; None means what the model was trained for, at most 4096.
+        n_ctx: tokens of one sequence; None means what the model was trained for, at most 4096, or on a device with
+            little memory as many as a quarter of what is available holds, at least 512.
         kv_tokens: tokens of all sequences together; None means four times n_ctx if the memory allows it.
         threads: threads of a step; None leaves one core to the application.
         max_sequences: sequences that run at once; default 16.
@@ -240,9 +243,11 @@ class _Loader:
         context_tokens = self._context_tokens()
         block_tokens = self._block_tokens()
         setup = self._setup()
-        capacity = self._capacity(context_tokens, setup.layout)
+        context_tokens, capacity = self._capacity(context_tokens, setup.layout)
         options = self._context_options(setup.rows, capacity, flash=setup.flash)
         self._progress("allocating the KV cache", 0.0)
+        # What the contexts of the checks above had touched: in new buffers, those pages would stay in memory unused.
+        give_back_freed_memory()
         context = LlamaContext(self._lib, self._model.handle, options, adapters=self._adapters)
         context.layout = setup.layout
         if note := spin_note():
@@ -343,20 +348,26 @@ class _Loader:
                 context.layout = layout
                 return context
 
-            plan = find_plan(make, PLANS, self._model.n_vocab, sorted(self._adapters))
+            # In a thread of its own, whose heap goes back to the system whole: what the checks touch is not what stays.
+            adapters = sorted(self._adapters)
+            plan = in_own_thread("kite-self-test", lambda: find_plan(make, PLANS, self._model.n_vocab, adapters))
             cache.put(key, plan)
         if plan is None:
             self._notes.append("numerics are standard: on this machine the kernels' bits depend on the batch")
         return plan
 
-    def _capacity(self, context_tokens: int, layout: StateLayout | None) -> int:
+    def _capacity(self, context_tokens: int, layout: StateLayout | None) -> tuple[int, int]:
+        """Tokens of one sequence, fewer than `context_tokens` if nobody asked for those and the memory is small, and
+        cells of the cache."""
         wanted = self._options.kv_tokens
+        if self._options.n_ctx is None and layout is not None:
+            context_tokens = self._affordable(context_tokens, layout)
         if wanted is not None and wanted < context_tokens:
             raise ConfigError(f"kv_tokens is {wanted}; it must be at least n_ctx, which is {context_tokens}")
         # Padding rows and the cache's own granularity (256 cells) come on top.
         capacity = wanted or 4 * context_tokens
         if layout is not None:
-            budget = available_memory_bytes() // (1 if wanted is not None else 4)
+            budget = available_memory_bytes() if wanted is not None else self._default_kv_bytes()
             if context_tokens * layout.token_bytes > available_memory_bytes():
                 raise BackendError(
                     f"the KV of n_ctx={context_tokens} tokens takes {context_tokens * layout.token_bytes / 2**20:.0f} MiB, "
@@ -369,7 +380,24 @@ class _Loader:
                     f"kv_tokens={wanted} takes {capacity * layout.token_bytes / 2**20:.0f} MiB, more than the memory "
                     "available; give less"
                 )
-        return -(-(capacity + 64) // 256) * 256
+        return context_tokens, -(-(capacity + 64) // 256) * 256
+
+    def _default_kv_bytes(self) -> int:
+        """A quarter of what is available beside the weights: they are mapped, so the system counts them as available,
+        but a model whose weights come from storage again and again is of no use."""
+        available = available_memory_bytes()
+        # Half at least: where a control group counts them as in use, they are not counted twice.
+        return max(available - int(self._lib.llama_model_size(self._model.handle)), available // 2) // 4
+
+    def _affordable(self, context_tokens: int, layout: StateLayout) -> int:
+        most = max(_LEAST_CONTEXT, self._default_kv_bytes() // layout.token_bytes // 256 * 256)
+        if most >= context_tokens:
+            return context_tokens
+        self._notes.append(
+            f"n_ctx is {most} and not {context_tokens}, whose KV would take more than a quarter of the memory available; "
+            "open the engine with n_ctx to have it otherwise"
+        )
+        return most
 
     def _system(self) -> str:
         return bytes(self._lib.llama_print_system_info()).decode()
@@ -408,6 +436,7 @@ class _Loader:
             block_tokens=block_tokens,
             block_bytes=block_tokens * (layout.token_bytes if layout else 0),
             model_state=model_state(model.weights_digest),
+            state_parts=state_parts(model.weights_digest),
             execution_path=path,
             numerics=numerics,
             reuse_blocks=layout is not None,

@@ -1,6 +1,6 @@
 """Loads the llama.cpp library: the one place that imports `llama_cpp`.
 
-Three things are settled here, because they can't be settled later:
+Four things are settled here, because they can't be settled later:
 
 * **Spinning OpenMP threads.** Between two parallel regions the workers of an OpenMP runtime spin instead of
   sleeping. Alone on a machine that saves microseconds; next to any other busy thread it costs whole scheduler
@@ -10,6 +10,8 @@ Three things are settled here, because they can't be settled later:
   as INFO, errors as WARNING, the rest as DEBUG); the last errors of a thread are kept to explain a failed call.
 * **Compute plug-ins.** Builds with separate backend libraries (``GGML_BACKEND_DL``, as packaged for Termux) load
   them from the folder of libllama.
+* **Another libllama.** ``LLAMA_CPP_LIB_PATH`` names the folder of one; on Termux that of its package ``llama-cpp`` is
+  found where the bindings were installed without their own. Whether it fits them is checked (`abi`).
 
 Nothing happens at import; everything happens in the first `load_library()`.
 """
@@ -21,15 +23,18 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import importlib.util
 import logging
 import os
 import pathlib
 import re
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from kitelib.backends.llama_cpp.abi import bind
 from kitelib.errors import BackendError, MissingExtraError
 
 __all__ = ["captured_errors", "load_library", "spin_note"]
@@ -43,6 +48,7 @@ _SPIN_SETTINGS = {
 }
 _OPENMP_FILE = re.compile(r"lib(?:gomp|omp|iomp5)\b[^/]*\.so[.\d]*$")
 _OPENMP_NEEDED = re.compile(rb"\0(lib(?:gomp|omp|iomp5)\b[\w.+-]*\.so[.\d]*)(?=\0)")
+_LIBRARY_FILE = "libllama.so"
 _LEVEL_CONTINUE = 5
 _LEVEL_WARN = 3
 _LOG_LEVELS = {_LEVEL_WARN: logging.INFO, 4: logging.WARNING}
@@ -57,14 +63,14 @@ class _Library(NamedTuple):
 
 
 def load_library() -> Any:
-    """The module of low-level llama.cpp functions, `llama_cpp.llama_cpp`. The first call loads the library.
+    """The low-level llama.cpp functions: what `llama_cpp.llama_cpp` has, made safe by `abi.bind`. The first call loads
+    the library.
 
-    The folder named by the environment variable ``LLAMA_CPP_LIB_PATH`` is used if set (a prebuilt libllama of the
-    same release as the bindings). Thread-safe.
+    The folder named by the environment variable ``LLAMA_CPP_LIB_PATH`` is used if set. Thread-safe.
 
     Raises:
         MissingExtraError: the package llama-cpp-python, or one that it needs, is not installed.
-        BackendError: it is installed, but the library can't be loaded.
+        BackendError: it is installed, but the library can't be loaded, or is of another release than the bindings.
     """
     with _lock:
         return _load().module
@@ -80,7 +86,7 @@ def spin_note() -> str | None:
 def _load() -> _Library:
     before = _openmp_files()
     with _quiet_openmp_workers():
-        module = _import_bindings()
+        module = bind(_import_bindings())
         callback = _route_log(module)
         module.llama_backend_init()
         _load_plugins(module)
@@ -92,23 +98,80 @@ def _load() -> _Library:
 
 
 def _import_bindings() -> Any:
-    folder = os.environ.get("LLAMA_CPP_LIB_PATH")
+    named = os.environ.get("LLAMA_CPP_LIB_PATH")
+    folder = named or _termux_folder()
     try:
-        return importlib.import_module("llama_cpp.llama_cpp")
+        with _library_from(folder):
+            return importlib.import_module("llama_cpp.llama_cpp")
     except ModuleNotFoundError as error:
         missing = error.name or ""
         package = "llama-cpp-python" if missing.partition(".")[0] in ("", "llama_cpp") else missing
         raise MissingExtraError(package, "lite", _PURPOSE) from error
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         # AttributeError: a libllama that lacks a function the bindings name.
-        where = f"from LLAMA_CPP_LIB_PATH={folder!r}" if folder else "that llama-cpp-python installed"
+        where = "that llama-cpp-python installed"
         remedy = (
-            "point LLAMA_CPP_LIB_PATH at a folder with libllama and libggml of the release the bindings were made for"
-            if folder
-            else "reinstall it so that it is built on this machine: "
+            "reinstall it so that it is built on this machine: "
             "pip install --force-reinstall --no-binary llama-cpp-python 'kitelib[lite]'"
         )
+        if folder:
+            where = f"from LLAMA_CPP_LIB_PATH={folder!r}" if named else f"of the package llama-cpp in {folder!r}"
+            remedy = (
+                "point LLAMA_CPP_LIB_PATH at a folder with libllama and libggml of the release that the bindings were "
+                "made for, or install the release of llama-cpp-python that was made for this library"
+            )
         raise BackendError(f"the llama.cpp library {where} can't be loaded: {error}; {remedy}") from error
+
+
+def _termux_folder() -> str | None:
+    """Where Termux's package llama-cpp has its libraries, if the bindings are there without their own."""
+    prefix = pathlib.Path(os.environ.get("PREFIX") or ".")
+    if "com.termux" not in prefix.parts and "TERMUX_VERSION" not in os.environ:
+        return None
+    folder = prefix / "lib"
+    bindings = _bindings_folder()
+    if bindings is None or (bindings / "lib" / _LIBRARY_FILE).exists() or not (folder / _LIBRARY_FILE).exists():
+        return None
+    return str(folder)
+
+
+def _bindings_folder() -> pathlib.Path | None:
+    spec = importlib.util.find_spec("llama_cpp")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    return pathlib.Path(folders[0]) if folders else None
+
+
+@contextlib.contextmanager
+def _library_from(folder: str | None) -> Iterator[None]:
+    """Has the bindings load their libraries from `folder`, if there is one, and load them on Android at all.
+
+    Since Python 3.13 `sys.platform` is "android" there, for which the bindings know no file name. They come to their
+    helper module already loaded, with a function that does.
+    """
+    name = "llama_cpp._ctypes_extensions"
+    bindings = _bindings_folder() if "llama_cpp" not in sys.modules else None
+    if bindings is None or (sys.platform != "android" and (folder is None or "LLAMA_CPP_LIB_PATH" in os.environ)):
+        yield
+        return
+
+    def load_shared_library(base_name: str, base_path: pathlib.Path) -> ctypes.CDLL:
+        path = pathlib.Path(folder or base_path) / f"lib{base_name}.so"
+        if not path.exists():
+            raise FileNotFoundError(f"there is no file {str(path)!r}")
+        return ctypes.CDLL(str(path))
+
+    spec = importlib.util.spec_from_file_location(name, bindings / "_ctypes_extensions.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module: types.ModuleType = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.load_shared_library = load_shared_library  # type: ignore[attr-defined]
+    sys.modules[name] = module
+    try:
+        yield
+    except BaseException:
+        del sys.modules[name]
+        raise
 
 
 # -- OpenMP ---------------------------------------------------------------------------------------------------------
