@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kitelib.config import AdapterConfig, KiteConfig, PoolConfig, ReusePolicy, SamplingParams
+    from kitelib.engine.bundle_prompts import BundlePrompt
     from kitelib.engine.conversation import Conversation
     from kitelib.engine.engine import KiteEngine
     from kitelib.engine.passages import Passage
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from kitelib.errors import (
         BackendError,
         BackendStepError,
+        BundleError,
+        BundleMismatchError,
+        BundleNotFoundError,
+        BundleSignatureError,
         ConfigError,
         DeadlineExceededError,
         EmptyPromptError,
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
         UnknownAdapterError,
         UnsupportedOptionError,
     )
+    from kitelib.upcycle.bundle import Bundle
 
 __version__ = "0.1.0"
 
@@ -47,6 +53,12 @@ __all__ = [
     "AdapterConfig",
     "BackendError",
     "BackendStepError",
+    "Bundle",
+    "BundleError",
+    "BundleMismatchError",
+    "BundleNotFoundError",
+    "BundlePrompt",
+    "BundleSignatureError",
     "Choice",
     "Chunk",
     "ConfigError",
@@ -85,6 +97,7 @@ __all__ = [
 # Where the names come from; every other name of __all__ is an error class.
 _MODULES = {
     "kitelib.config": ("AdapterConfig", "KiteConfig", "PoolConfig", "ReusePolicy", "SamplingParams"),
+    "kitelib.engine.bundle_prompts": ("BundlePrompt",),
     "kitelib.engine.conversation": ("Conversation",),
     "kitelib.engine.engine": ("KiteEngine",),
     "kitelib.engine.passages": ("Passage",),
@@ -98,6 +111,7 @@ _MODULES = {
         "Timing",
         "Usage",
     ),
+    "kitelib.upcycle.bundle": ("Bundle",),
 }
 _ORIGIN = {name: module for module, names in _MODULES.items() for name in names}
 

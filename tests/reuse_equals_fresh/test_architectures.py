@@ -26,7 +26,7 @@ async def gemma(gemma_path: Path, open_engine: OpenEngine) -> AsyncIterator[Kite
 
 
 async def test_gemma_across_its_window(gemma: KiteEngine) -> None:
-    """600 tokens, so that most layers have lost sight of the first 88; shared, restored, and gone on from."""
+    """B41: 600 tokens, so that most layers have lost sight of the first 88; shared, restored, and gone on from."""
     prompt = prompt_of(600, seed=400)
     assert len(prompt) > GEMMA_WINDOW
     expected = await cold_answer(gemma, prompt, **GREEDY)

@@ -134,7 +134,7 @@ async def _look_up(
 async def _fetch(pool: RUPool, wanted: Wanted) -> RecyclableUnit | None:
     units = await pool.fetch_run([wanted])
     if units:
-        return units[0]
+        return units[0][0]
     found = (await pool.fetch_any([wanted]))[0]
     return None if found is None else found[0]
 

@@ -51,10 +51,28 @@ class Call:
     adapter: str | None
     deadline: float | None
     priority: int
-    streaming: bool
+    streaming: bool = False
 
     def __post_init__(self) -> None:
         _check_urgency(self.deadline, self.priority)
+
+    @classmethod
+    def of(
+        cls,
+        prompt: Prompt | None,
+        messages: Sequence[Message] | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        sampling: SamplingParams | None,
+        options: Mapping[str, Any],
+        reuse: ReusePolicy | None,
+        engine_reuse: ReusePolicy,
+        adapter: str | None,
+        deadline: float | None,
+        priority: int,
+    ) -> Call:
+        """The call with its sampling options put together and its policy resolved."""
+        params, policy = sampling_params(sampling, options), check_policy(reuse, engine_reuse)
+        return cls(prompt, messages, tools, params, policy, adapter, deadline, priority)
 
     async def request(
         self, serving: Serving, door: ThreadDoor, epoch: int, deliver: Deliver, created: float

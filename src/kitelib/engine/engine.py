@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import atexit
-import contextlib
 import dataclasses
 import os
 import time
@@ -13,42 +10,35 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import anyio
-
 from kitelib.abc import Message
 from kitelib.config import AdapterConfig, KiteConfig, PoolConfig, ReusePolicy, SamplingParams
-from kitelib.engine.calls import Call, Prompt, check_adapter, check_policy, sampling_params, tokenize_chat
-from kitelib.engine.gate import Gate
+from kitelib.engine.calls import Call, Prompt, check_adapter, check_policy, tokenize_chat
+from kitelib.engine.lifetime import Lifetime
 from kitelib.engine.loading import Loader
-from kitelib.engine.matching import check_encoder, open_encoder
+from kitelib.engine.matching import check_encoder
 from kitelib.engine.opening import Opening
+from kitelib.engine.preheating import preheat
 from kitelib.engine.results import Chunk, Generation
-from kitelib.engine.serving import Serving, load_backend, use_model
 from kitelib.engine.streaming import ChatStream, Submitted
 from kitelib.errors import (
     ConfigError,
     EngineClosedError,
-    InvalidRequestError,
-    UnsupportedOptionError,
 )
 from kitelib.runtime.streams import Mailbox
-from kitelib.runtime.supervisor import Supervisor
-from kitelib.runtime.threads import ThreadDoor
-from kitelib.stores.pool import RUPool
-from kitelib.upcycle.recycler import Recycler
+from kitelib.stores.pinned import PINNED
 from kitelib.yoco.encoder import Encoder
 
 if TYPE_CHECKING:
+    from kitelib.engine.bundle_prompts import BundlePrompt
     from kitelib.engine.conversation import Conversation
+    from kitelib.upcycle.bundle import BundleSummary
 
 __all__ = ["KiteEngine"]
 
 Progress = Callable[[str, float], None]
 
-_MAX_PENDING_WRITE_BYTES = 256 * 2**20
 
-
-class KiteEngine:
+class KiteEngine(Lifetime):
     """Runs one model and reuses what its requests leave behind. Open it with `KiteEngine.open`.
 
     All methods belong to the event loop on which the engine was opened; `stats` may be called anywhere.
@@ -57,31 +47,6 @@ class KiteEngine:
         pool: the tiers; `await engine.pool.get_rus_by_cf(cf)` lists units for people and tools.
         reuse: the policy of calls that give none.
     """
-
-    pool: RUPool
-    reuse: ReusePolicy
-
-    def __init__(
-        self,
-        loader: Loader,
-        pool_config: PoolConfig,
-        reuse: ReusePolicy,
-        max_queue: int,
-        encoder: str | Encoder | None = None,
-    ) -> None:
-        """Use `KiteEngine.open`."""
-        self.reuse = check_policy(reuse, ReusePolicy(numerics="bitwise"))
-        self._loader = loader
-        self._pool_config = pool_config
-        self._wanted_encoder = encoder
-        self._encoder: Encoder | None = None
-        self._door = ThreadDoor()
-        self.pool = RUPool(pool_config, self._door, on_epoch=self._on_epoch)
-        self._recycler = Recycler(self.pool, _MAX_PENDING_WRITE_BYTES)
-        self._supervisor = Supervisor()
-        self._gate = Gate(max_queue + loader.most_requests)
-        self._serving: Serving | None = None
-        self._closing: asyncio.Task[None] | None = None
 
     @classmethod
     def open(
@@ -159,42 +124,6 @@ class KiteEngine:
         policy = reuse or ReusePolicy()
         return Opening(lambda: cls(loader, pool or PoolConfig(), policy, max_queue, encoder))
 
-    async def _start(self) -> None:
-        self._supervisor.start()
-        try:
-            self._encoder = await open_encoder(self._wanted_encoder, self._door)
-            await self.pool.start(self._supervisor)
-            backend = await load_backend(self._loader, self.pool, self._door)
-            try:
-                await use_model(self.pool, backend, self._door)
-                self._serve(backend)
-            except BaseException:
-                backend.close()
-                raise
-        except BaseException:
-            await self._supervisor.aclose()
-            await self.pool.aclose()
-            raise
-        self._supervisor.keep("recycler", self._recycler.run)
-
-    def _serve(self, backend: Any) -> None:
-        self._serving = Serving.start(
-            backend, self.pool, self._recycler, self._supervisor, self._pool_config, self._door, self._encoder
-        )
-        # A program that ends without closing the engine must not hang on the model's thread.
-        atexit.register(self._serving.abandon)
-
-    def _on_epoch(self) -> None:
-        """The pool was cleared, here or by another process: idle blocks in the context are of no use any more."""
-        if self._serving is not None:
-            self._serving.scheduler.forget()
-
-    @property
-    def _current(self) -> Serving:
-        if self._serving is None or self._closing is not None:
-            raise EngineClosedError()
-        return self._serving
-
     # Generating
 
     async def generate(
@@ -230,7 +159,7 @@ class KiteEngine:
 
         Cancelling the call ends the request within one model step; what it computed stays reusable.
         """
-        call = self._call(prompt, messages, tools, sampling, reuse, adapter, deadline, priority, options, False)
+        call = Call.of(prompt, messages, tools, sampling, options, reuse, self.reuse, adapter, deadline, priority)
         created = time.monotonic()
         async with self._gate.enter(call.deadline):
             mailbox: Mailbox[Any] = Mailbox()
@@ -256,30 +185,14 @@ class KiteEngine:
 
         Leaving the loop early ends the request; with ``contextlib.aclosing`` it ends at once.
         """
-        return self._stream(
-            self._call(prompt, messages, tools, sampling, reuse, adapter, deadline, priority, options, True)
-        )
-
-    def _call(
-        self,
-        prompt: Prompt | None,
-        messages: Sequence[Message] | None,
-        tools: Sequence[Mapping[str, Any]] | None,
-        sampling: SamplingParams | None,
-        reuse: ReusePolicy | None,
-        adapter: str | None,
-        deadline: float | None,
-        priority: int,
-        options: Mapping[str, Any],
-        streaming: bool,
-    ) -> Call:
-        params = sampling_params(sampling, options)
-        policy = check_policy(reuse, self.reuse)
-        return Call(prompt, messages, tools, params, policy, adapter, deadline, priority, streaming)
+        call = Call.of(prompt, messages, tools, sampling, options, reuse, self.reuse, adapter, deadline, priority)
+        return self._stream(dataclasses.replace(call, streaming=True))
 
     async def _submit(self, call: Call, mailbox: Mailbox[Any], created: float) -> Submitted:
+        await self.pool.freshen()
         serving = self._current
         with serving.scheduler.expecting():
+            await self.pool.freshen()
             request = await call.request(serving, self._door, self.pool.epoch, mailbox.put, created)
             # Closed in between?
             submitted = Submitted(self._current.scheduler, request)
@@ -362,16 +275,7 @@ class KiteEngine:
         Returns:
             "prompts", their "prompt_tokens", and how many were "computed_tokens" this time.
         """
-        totals = {"prompts": 0, "prompt_tokens": 0, "computed_tokens": 0}
-        if isinstance(prompts, str):
-            raise InvalidRequestError("preheat takes a list of prompts; put the text into a list")
-        for prompt in prompts:
-            chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-            source: dict[str, Any] = {"messages": prompt} if chat else {"prompt": prompt}
-            gen = await self.generate(**source, max_tokens=1, **options)
-            totals["prompts"] += 1
-            totals["prompt_tokens"] += gen.usage.prompt_tokens
-            totals["computed_tokens"] += gen.reuse.computed_tokens
+        totals = await preheat(self.generate, prompts, options)
         await self.flush()
         return totals
 
@@ -384,15 +288,61 @@ class KiteEngine:
         if self._closing is not None:
             raise EngineClosedError()
 
-    async def preload(self, bundle: str | os.PathLike[str]) -> None:
-        """Loads an RU bundle.
+    async def build_bundle(
+        self, prompts: Sequence[BundlePrompt | Prompt | Sequence[Message]], path: str | os.PathLike[str], **options: Any
+    ) -> BundleSummary:
+        """Computes prompts and writes what they leave behind to a new bundle; see
+        `kitelib.engine.bundle_building.build_bundle` for options and errors."""
+        from kitelib.engine.bundle_building import build_bundle
+
+        return await build_bundle(self, prompts, path, **options)
+
+    async def preload(
+        self,
+        bundle: str | os.PathLike[str],
+        *,
+        pin: bool = True,
+        require_signature: bool = False,
+        trusted_keys: Sequence[str | bytes] = (),
+        accept_stale: bool = False,
+        not_before: float | None = None,
+    ) -> dict[str, Any]:
+        """Maps a bundle of units, so that requests find them as if they were in process memory. Reads only its header.
+
+        Args:
+            bundle: its path, which is also its name for `unload` and in `stats`; the same path again replaces it.
+            pin: keep it until `unload`, whatever else is kept. False copies its units into the pool instead, where they
+                are evicted like any others.
+            require_signature, trusted_keys: who must have signed it; see `Bundle.open`.
+            accept_stale: load it although it was made before the pool was last invalidated.
+            not_before: seconds since 1970; refuse a bundle made earlier, which may be signed and yet replaced since.
+
+        Returns:
+            "units" and "tokens" that can be found, "bytes", "skipped" (units of adapters or namespaces that this engine
+            does not have), "digest", "signer".
 
         Raises:
-            UnsupportedOptionError: always; bundles come with a later release.
+            BundleNotFoundError, BundleSignatureError, BundleError: as of `Bundle.open`.
+            BundleMismatchError: it is for another model, layout, kind of numerics, ..., or too old; all that differs is
+                named.
         """
-        raise UnsupportedOptionError(
-            f"bundles are not in this release, so {os.fspath(bundle)!r} can't be loaded; use preheat()"
+        return await self._preloader.load(
+            self._current,
+            bundle,
+            pin=pin,
+            require_signature=require_signature,
+            trusted_keys=trusted_keys,
+            accept_stale=accept_stale,
+            not_before=not_before,
         )
+
+    async def unload(self, bundle: str | os.PathLike[str]) -> None:
+        """Lets go of a bundle that was loaded from this path. Requests that use it go on.
+
+        Raises:
+            InvalidRequestError: there is none.
+        """
+        await self._preloader.unload(bundle)
 
     async def invalidate(self) -> dict[str, int]:
         """Forgets everything that could be reused, in every tier and in the context.
@@ -400,52 +350,15 @@ class KiteEngine:
         Requests that are running go on, but leave nothing behind.
 
         Returns:
-            How many units each tier held; "context" counts idle sequences.
+            How many units each tier held; "context" counts idle sequences, "bundle" units of bundles, which are unloaded.
         """
         serving = self._current
         # The epoch first: from here on, nothing from before is shared, saved or given out.
+        bundles = {PINNED: count} if (count := self.pool.pinned.clear()) else {}
         memory = self.pool.forget()
         context = await serving.on_model_thread(serving.scheduler.invalidate)
         await serving.matcher.forget()
-        return {"context": context, "memory": memory, **await self.pool.spread_epoch()}
-
-    async def reload(
-        self,
-        model: str | os.PathLike[str] | None = None,
-        *,
-        adapters: Mapping[str, str | AdapterConfig] | None = None,
-    ) -> None:
-        """Replaces the weights, the adapters, or both. Running requests finish on the old ones, new calls wait.
-
-        Units of other weights can't be found any more, whatever the file or the adapter is called: fingerprints cover
-        their content. If loading fails, the engine goes on with the old model.
-
-        Raises:
-            as `open`.
-        """
-        old_loader = self._loader
-        loader = dataclasses.replace(
-            old_loader,
-            model=old_loader.model if model is None else os.fspath(model),
-            adapters=old_loader.adapters if adapters is None else dict(adapters),
-        )
-        async with self._gate.shut():
-            old = self._current
-            backend = await load_backend(loader, self.pool, self._door)
-            self._unregister(old)
-            try:
-                await old.stop(EngineClosedError("the model was replaced"))
-            finally:  # from here on there is no way back, also for a cancelled caller
-                if self._closing is None:
-                    self._loader = loader
-                    with anyio.CancelScope(shield=True):
-                        if backend.info.model_state != old.backend.info.model_state:
-                            await self.pool.clear()
-                        await use_model(self.pool, backend, self._door)
-                    self._serve(backend)
-                else:
-                    backend.close()
-            self._current  # noqa: B018 - says so if the engine was closed meanwhile
+        return {"context": context, "memory": memory, **bundles, **await self.pool.spread_epoch()}
 
     def stats(self) -> dict[str, Any]:
         """Counters and sizes at this moment: plain data, no I/O. See docs/troubleshooting.md for what they mean."""
@@ -460,36 +373,8 @@ class KiteEngine:
                 "pending_bytes": self._recycler.pending_bytes,
             },
             "pool": self.pool.stats(),
+            "bundles": self.pool.pinned.stats(),
         }
-
-    # Closing
-
-    async def aclose(self) -> None:
-        """Ends open requests with `EngineClosedError` and frees everything. Idempotent."""
-        if self._closing is None:
-            self._closing = asyncio.get_running_loop().create_task(self._close())
-        await asyncio.shield(self._closing)
-
-    async def _close(self) -> None:
-        self._gate.close()
-        if self._serving is not None:
-            self._unregister(self._serving)
-            await self._drain(self._serving)
-            await self._serving.stop(EngineClosedError())
-        await self._supervisor.aclose()
-        self._recycler.close()
-        await self.pool.aclose()
-
-    async def _drain(self, serving: Serving) -> None:
-        """Ends open requests and, where a tier outlives the process, writes what is not there yet."""
-        with anyio.move_on_after(self._pool_config.drain_seconds), contextlib.suppress(EngineClosedError):
-            await serving.finish(EngineClosedError(), save=bool(self.pool.tiers.tiers))
-            await self._recycler.drain()
-            await self.pool.drain()
-
-    @staticmethod
-    def _unregister(serving: Serving) -> None:
-        atexit.unregister(serving.abandon)
 
     async def __aenter__(self) -> KiteEngine:
         return self

@@ -248,6 +248,7 @@ def _place(tier: str) -> str:
     places = {
         "context": "shared in the context",
         "memory": "from the memory pool",
+        "bundle": "from a preloaded bundle",
         "passages": "of passages moved from elsewhere (approximate)",
     }
     return places.get(tier, f"from {tier}")

@@ -12,6 +12,8 @@ from kitelib.engine.verifying import Ask
 from kitelib.errors import InvalidSamplingError
 from kitelib.fingerprint import BlockChain, Fingerprint
 from kitelib.runtime.threads import ThreadDoor
+from kitelib.stores.pinned import PINNED
+from kitelib.stores.pool import MEMORY
 from kitelib.yoco.completions import Completion, sampling_key
 from kitelib.yoco.decision import patience
 from kitelib.yoco.drafts import Asked
@@ -47,6 +49,14 @@ class Recalled:
         """Nothing of the prompt has to be computed before the first token, or next to nothing."""
         known = max(self.resident, self.prefix.first + len(self.prefix.payloads))
         return self.answer is not None or self.prefix.logits is not None or 0 < len(self.chain.fingerprints) <= known
+
+    @property
+    def deepest(self) -> Fingerprint | None:
+        """Fingerprint of the whole prompt if it is known, else of its last block that is; None if none is."""
+        if self.answer is not None or self.prefix.logits is not None:
+            return self.chain.end()
+        blocks = max(self.resident, self.prefix.first + len(self.prefix.payloads))
+        return self.chain.fingerprints[blocks - 1] if blocks else None
 
     def let_go(self) -> None:
         """It is not used after all."""
@@ -122,11 +132,13 @@ class Recall:
                 vector = await self._serving.matcher.vector(question)
             known = await self._reworded(known, question, vector, asking)
         known = dataclasses.replace(known, question=question, vector=vector)
+        if known.deepest is not None:
+            self._serving.pool.hits.note(known.chain.root, known.deepest)
         if not self._drafts or known.answer is not None:
             return known
         guess = await self._serving.completions.find(known.chain, None)
         # Who knows a prompt from an outer tier has not answered it since it was opened, so no draft is at hand.
-        elsewhere = guess is None and known.prefix.logits_source not in ("", "memory")
+        elsewhere = guess is None and known.prefix.logits_source not in ("", MEMORY, PINNED)
         asked = self._asked(known.chain, asking.signature, vector)
         return dataclasses.replace(known, guess=guess, seek_guess=elsewhere, asked=asked)
 

@@ -75,8 +75,8 @@ class ReuseReport:
 
     Attributes:
         exactness: "bitwise", "standard" or "approximate"; see docs/concepts.md.
-        tiers: tier name -> prompt tokens that came from it ("context": shared in place; "memory", "disk", "redis",
-            "s3" or a third party's name: the pool; "passages": moved from elsewhere).
+        tiers: tier name -> prompt tokens that came from it ("context": shared in place; "memory", "bundle", "disk",
+            "redis", "s3" or a third party's name: the pool; "passages": moved from elsewhere).
         skipped: tier name -> prompt tokens that it had but that were computed, because loading them takes longer.
         computed_tokens: prompt tokens that were computed.
         zero_prefill: the first token was sampled from stored logits, without a model step.

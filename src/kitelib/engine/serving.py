@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable
@@ -138,19 +139,30 @@ class Serving:
         if len(self._roots) >= _MAX_ROOTS:
             self._roots.clear()  # they are computed again as they are needed
         if key not in self._roots:
-            root = root_fingerprint(
-                self.backend.info.model_state,
-                self._path,
-                policy.namespace,
-                namespace_secret=self.config.namespace_secret,
-                adapter=None if adapter is None else self.backend.adapter_states[adapter],
-            )
-            self._roots[key] = root
+            state = None if adapter is None else self.backend.adapter_states[adapter]
+            self._roots[key] = root = self._compute_root(policy.namespace, state)
+            about = {"execution_path": self.execution_path, "namespace": policy.namespace, "adapter": state}
+            self.pool.hits.describe(root, about)
         self.pool.add_namespace(self._roots[key], policy.namespace)
         return self._roots[key]
 
+    def root_of(self, namespace: str | None, adapter: tuple[bytes, float] | None) -> Fingerprint | None:
+        """As `root`, of an adapter by its content; None if there is no such adapter. Any thread."""
+        if adapter is not None and adapter not in self.backend.adapter_states.values():
+            return None
+        return self._compute_root(namespace, adapter)
+
+    def _compute_root(self, namespace: str | None, adapter: tuple[bytes, float] | None) -> Fingerprint:
+        return root_fingerprint(
+            self.backend.info.model_state,
+            self.execution_path,
+            namespace,
+            namespace_secret=self.config.namespace_secret,
+            adapter=adapter,
+        )
+
     @property
-    def _path(self) -> dict[str, str | int | bool]:
+    def execution_path(self) -> dict[str, str | int | bool]:
         """The execution path with what the pool does to the numbers."""
         path = dict(self.backend.info.execution_path)
         if self.config.kv_precision != "exact":
@@ -164,7 +176,7 @@ class Serving:
             "model_state": info.model_state,
             "tokenizer": lambda text: backend.tokenize(text, add_special=True),
         }
-        runtime: dict[str, Any] = {**self._path, "namespace": policy.namespace}
+        runtime: dict[str, Any] = {**self.execution_path, "namespace": policy.namespace}
         if runtime.get("block_tokens") != info.block_tokens:
             raise UnsupportedOptionError(
                 f"the execution path of {info.name!r} does not hold its block_tokens, {info.block_tokens}, so its "
@@ -258,7 +270,15 @@ async def load_backend(loader: Loader, pool: RUPool, door: ThreadDoor) -> Any:
     """The loaded backend, with those of its adapters from the pool that are there. Raises as `KiteEngine.open`."""
     wanted = await door.run(loader.poolable_adapters)  # looks at the file system
     contents = await adapters_from_pool(pool, wanted, door, cache_dir=loader.cache_dir)
-    return await door.run(lambda: loader.load(contents), discard=lambda backend: backend.close())
+
+    def load() -> Any:
+        backend = loader.load(contents)
+        # The first chat takes 10 ms more, for a template engine to start up: better now than in a request.
+        with contextlib.suppress(KiteError):
+            backend.render_chat([{"role": "user", "content": "Hi"}])
+        return backend
+
+    return await door.run(load, discard=lambda backend: backend.close())
 
 
 async def use_model(pool: RUPool, backend: Any, door: ThreadDoor) -> None:
@@ -267,6 +287,7 @@ async def use_model(pool: RUPool, backend: Any, door: ThreadDoor) -> None:
     contents = backend.take_adapters()
     largest = max(info.block_bytes, 4 * info.vocab_size, *(len(each.weights) for each in contents.values()))
     await pool.use_model(info.model_state, bitwise=info.numerics == "bitwise", max_data_bytes=largest)
+    pool.hits.use_model(info)
     await adapters_to_pool(pool, contents, door)
 
 

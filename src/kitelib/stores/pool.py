@@ -10,55 +10,51 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-import math
+import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
 import anyio
 
 from kitelib.config import PoolConfig
-from kitelib.errors import FormatError, InvalidRequestError
-from kitelib.fingerprint import FINGERPRINT_BYTES, store_key
+from kitelib.errors import InvalidRequestError
+from kitelib.fingerprint import store_key
 from kitelib.fingerprint.chain import model_key
 from kitelib.native.library import native_note
 from kitelib.runtime.limits import default_pool_bytes
 from kitelib.runtime.supervisor import Supervisor
 from kitelib.runtime.threads import ThreadDoor
+from kitelib.stores.checking import Checked, UnitChecks
 from kitelib.stores.forms import StoredForms
+from kitelib.stores.hits import HitCounts, HitPublisher
 from kitelib.stores.hot_set import warm_memory
+from kitelib.stores.inspecting import units_by_cf
 from kitelib.stores.keys import KeyRing
 from kitelib.stores.lifecycle import Lifecycle
 from kitelib.stores.memory import MemoryStore
 from kitelib.stores.outer_writes import OuterWrites
+from kitelib.stores.pinned import PINNED, Pinned, PinnedUnits
+from kitelib.stores.promotion import Promotion
 from kitelib.stores.registry import open_stores
 from kitelib.stores.siblings import Siblings
 from kitelib.stores.tier import ARCHIVE, Tier
 from kitelib.stores.tiered import Span, Tiers
 from kitelib.stores.wanted import Wanted, leading_pairs
-from kitelib.upcycle.unit import HEAD_BYTES, MAX_DATA_BYTES, RecyclableUnit, inspect, peek, unpack
+from kitelib.upcycle.unit import MAX_DATA_BYTES, RecyclableUnit
 
-__all__ = ["RUPool"]
+__all__ = ["MEMORY", "RUPool"]
+
+MEMORY: Final = "memory"
+"""Name under which reports show process memory."""
 
 T = TypeVar("T")
 
 _LOG = logging.getLogger("kitelib.pool")
-_OUTER_KINDS: Final = ("kv", "logits", "completion", "lora")
-_MAX_PROMOTING_BYTES: Final = 64 * 2**20
 _CALL_MARGIN_S: Final = 0.2  # what a store needs to give up by itself after its own timeouts
 _ARCHIVE_TIMEOUT_S: Final = 5.0  # an object store may take a second to its first byte
 _LEAST_VALUE_LIMIT: Final = 4 * 2**20  # bytes; room for headers, and for other replies of a server
 _EPOCH_WAIT_S: Final = 3.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Checked:
-    """Values after their checks: the leading good units, and keys of what failed a check, and of what is older than the
-    last `clear`, or than the configuration allows."""
-
-    units: list[RecyclableUnit]
-    refused: list[str]
-    old: list[str]
 
 
 class RUPool:
@@ -70,13 +66,18 @@ class RUPool:
         epoch: freshness epoch; units written before the last `clear` carry a lower one and are never given out.
         refused: units in memory that failed a check on reading, and calls that the memory tier failed.
         siblings: which stored KV units go on from the same block.
+        pinned: units of preloaded bundles.
+        hits: what requests used.
+        exporter: does what `export` says; set by the engine, since bundles are a layer above.
     """
 
     def __init__(self, config: PoolConfig, door: ThreadDoor, *, on_epoch: Callable[[], None] | None = None) -> None:
         limit = default_pool_bytes() if config.memory_bytes is None else config.memory_bytes
-        self.memory = MemoryStore(limit, ttl_s=config.ttl_seconds)
+        self.memory = MemoryStore(limit, max_items=config.yoco_lite_cache_size, ttl_s=config.ttl_seconds)
         self._forms = StoredForms(config)
         self._keys = KeyRing(config.hmac_key, config.namespace_secret)
+        self._checks = UnitChecks(config, self._keys, self._forms)
+        self.pinned = PinnedUnits()
         self._writes = OuterWrites(
             lambda: self.memory, self._forms, self._keys.of, share_when_warm=config.share == "when_warm"
         )
@@ -105,19 +106,22 @@ class RUPool:
         self._config = config
         self._door = door
         self._on_epoch = on_epoch
+        self.hits = HitCounts(private=config.namespace_secret is not None)
+        self.exporter: Callable[..., Awaitable[Any]] | None = None
         self._lifecycle = Lifecycle(
             self.tiers,
             interval_s=config.freshness_check_interval,
             thresholds=config.thresholds,
             on_epoch=self._on_newer_epoch,
+            hits=self.hits,
         )
         self._supervisor: Supervisor | None = None
         self._model: str | None = None
+        self._epochs: dict[str, int] = {}  # of the models that were served
         self._epoch_known = True
         self._epoch_raised = False  # while it was not known
         self._behind: set[asyncio.Task[Any]] = set()
-        self._promoting_bytes = 0
-        self.decode_s_per_byte = 1e-9  # of stored bytes into checked units; measured as units are read
+        self._promotion = Promotion(door, self.encode)
 
     # Opening and closing
 
@@ -140,6 +144,7 @@ class RUPool:
         self._forms.bitwise = bitwise
         self._model = model_key(model_state)
         if not self.tiers.tiers:
+            self.epoch = self._epochs.get(self._model, 0)
             return
         # Until the tiers have told the epoch, nothing is read from them: it might be void.
         self._epoch_known = False
@@ -159,6 +164,17 @@ class RUPool:
         if model == self._model:
             self.epoch = max(self.epoch, epoch) if self._epoch_raised else epoch
             self._epoch_known, self._epoch_raised = True, False
+            self.pinned.expire(self.epoch)
+
+    @property
+    def hit_publisher(self) -> HitPublisher | None:
+        """What brings `hits` to the tiers."""
+        return self._lifecycle.hits
+
+    async def freshen(self) -> None:
+        """Call it when a request comes: it may be that nobody looked at the tiers' epochs for longer than an interval."""
+        if self._lifecycle.note_use():
+            await self._for_a_while(self._lifecycle.look())
 
     async def warm(self, deadline_s: float = 5.0) -> dict[str, str]:
         """Opens the connections and indexes of all outer tiers: name -> "ready" or why not. Never raises."""
@@ -171,13 +187,18 @@ class RUPool:
             await self.tiers.settle()
 
     async def drain(self) -> None:
-        """As `settle`, but what is not written by then is dropped and counted."""
-        await self.tiers.drain(self._config.drain_seconds)
+        """As `settle`, but what is not written by then is dropped and counted. Hits are told as well."""
+        await asyncio.gather(self._publish_hits(), self.tiers.drain(self._config.drain_seconds))
+
+    async def _publish_hits(self) -> None:
+        with anyio.move_on_after(self._config.drain_seconds):
+            await self._lifecycle.publish_hits()
 
     async def aclose(self) -> None:
         """Closes all tiers."""
         for task in self._behind:
             task.cancel()
+        self.pinned.clear()
         await self.memory.aclose()
         await self.tiers.aclose()
 
@@ -188,56 +209,99 @@ class RUPool:
     # Looking up
 
     @property
+    def decode_s_per_byte(self) -> float:
+        """Seconds that turning a stored byte of an outer tier into a checked unit takes."""
+        return self._checks.decode_s_per_byte
+
+    @property
     def enabled(self) -> bool:
         """Whether anything can be kept at all."""
         return self._enabled
 
+    @property
+    def searchable(self) -> bool:
+        """Whether there can be anything to find."""
+        return self._enabled or len(self.pinned) > 0
+
     def contains(self, wanted: Wanted) -> bool:
-        """Whether the unit need not be stored again: memory has it, or an outer tier had it a moment ago. Any thread;
-        no I/O."""
-        return self.memory.contains(wanted.key) or (not self.memory.max_bytes and self._writes.is_known(wanted.key))
+        """Whether the unit need not be stored again: memory or a bundle has it, or an outer tier had it a moment ago.
+        Any thread; no I/O."""
+        if self.memory.contains(wanted.key) or self.pinned.contains(wanted.key):
+            return True
+        return not self.memory.max_bytes and self._writes.is_known(wanted.key)
 
     async def leading_run(self, wanted: Sequence[Wanted]) -> int:
-        """How many of the first units process memory has, unchecked."""
-        if not wanted:
+        """How many of the first units process memory and preloaded bundles have, unchecked."""
+        keys = [each.key for each in wanted]
+        if not keys:
             return 0
         try:
-            return await self.memory.leading_run([each.key for each in wanted])
+            count = await self.memory.leading_run(keys)
         except Exception:  # noqa: BLE001 - whatever a tier does, a request only misses
             self._note_failure("leading_run")
             return 0
+        if len(self.pinned):
+            there = lambda key: self.pinned.contains(key) or self.memory.contains(key)  # noqa: E731
+            count += sum(1 for _ in itertools.takewhile(there, keys[count:]))
+        return count
 
-    async def fetch_run(self, wanted: Sequence[Wanted]) -> list[RecyclableUnit]:
-        """The verified units of the leading run in process memory: cut at the first miss or the first unit that fails
-        a check."""
+    async def fetch_run(self, wanted: Sequence[Wanted]) -> list[tuple[RecyclableUnit, str]]:
+        """The verified units of the leading run in process memory and preloaded bundles, each with the name of where it
+        came from: cut at the first miss or the first unit that fails a check."""
         if not wanted:
             return []
+        keys = [each.key for each in wanted]
+        # Memory is not asked for what only a bundle has: that would count as its miss.
+        asked = [key for key in keys if not self.pinned.contains(key) or self.memory.contains(key)]
         try:
-            values = await self.memory.get_many([each.key for each in wanted])
+            found = dict(zip(asked, await self.memory.get_many(asked), strict=True))
         except Exception:  # noqa: BLE001 - as above
             self._note_failure("get_many")
             return []
-        pairs = leading_pairs(wanted, values)
+        pairs = self._with_pinned(wanted, [found.get(key) for key in keys])
         if not pairs:
             return []
-        for each, _ in pairs:
+        checked = await self._door.run(lambda: self._checks.check(pairs, self.epoch, authenticate=False))
+        self._note_run(pairs, checked)
+        in_memory = [not isinstance(value, Pinned) for _, value in pairs]
+        return [(unit, MEMORY if own else PINNED) for unit, own in zip(checked.units, in_memory, strict=False)]
+
+    def _with_pinned(
+        self, wanted: Sequence[Wanted], values: Sequence[bytes | None]
+    ) -> list[tuple[Wanted, bytes | Pinned]]:
+        """The leading run of what memory gave, with what bundles have in the holes."""
+        if not len(self.pinned):
+            return [*leading_pairs(wanted, values)]
+        found: list[bytes | Pinned | None] = [
+            self.pinned.get(each.key) if value is None else value for each, value in zip(wanted, values, strict=True)
+        ]
+        self.pinned.misses += found.count(None)
+        return leading_pairs(wanted, found)
+
+    def _note_run(self, pairs: Sequence[tuple[Wanted, bytes | Pinned]], checked: Checked) -> None:
+        """Counts a run, and lets go of what was no good: a damaged unit is a miss for itself and all after it, and is
+        not offered again."""
+        own = [each for each, value in pairs if not isinstance(value, Pinned)]
+        for each in own:
             self._writes.note_hit(each.key, each.root)
             self.tiers.note_hit(each.key)
-        checked = await self._door.run(lambda: self._check_all(pairs, authenticate=False))
-        # A damaged unit is a miss for itself and all after it, and is not offered again.
-        self.refused += len(checked.refused)
-        for key in checked.refused + checked.old:
-            self.memory.delete(key)
-        self._repair([each.key for each, _ in pairs], checked.units, wanted[0].root)
-        return checked.units
+        bad = {*checked.refused, *checked.old}
+        for position, (each, value) in enumerate(pairs):
+            if not isinstance(value, Pinned):
+                if each.key in bad:
+                    self.refused += each.key in checked.refused
+                    self.memory.delete(each.key)
+            elif each.key in bad:
+                self.pinned.refuse(each.key, value)
+            elif position < len(checked.units):
+                self.pinned.note_hit(value, len(checked.units[position].data))
+        units = {each.key: unit for (each, _), unit in zip(pairs, checked.units, strict=False)}
+        self._repair([(each.key, units[each.key]) for each in own if each.key in units], pairs[0][0].root)
 
-    def _repair(self, keys: Sequence[str], units: Sequence[RecyclableUnit], root: bytes) -> None:
-        if self.tiers.tiers and self._supervisor is not None:
-            missing = self._writes.missing(list(zip(keys, units, strict=False)))
-            if missing:
-                epoch = self.epoch
-                is_void = lambda: epoch != self.epoch  # noqa: E731
-                self._supervisor.spawn("repair", lambda: self._writes.repair(missing, root, is_void))
+    def _repair(self, items: Sequence[tuple[str, RecyclableUnit]], root: bytes) -> None:
+        if self.tiers.tiers and self._supervisor is not None and (missing := self._writes.missing(items)):
+            epoch, writes = self.epoch, self._writes
+            self._supervisor.spawn("repair", lambda: writes.repair(missing, root, lambda: epoch != self.epoch))
 
     async def locate(self, wanted: Sequence[Wanted], budget_s: float | None = None) -> list[Span]:
         """Which outer tiers have the leading run, unchecked; as far as they say so within `budget_s` seconds."""
@@ -253,11 +317,11 @@ class RUPool:
             self._writes.note_gone([each.key for each in wanted[sum(span.count for span in spans) :]])
         return spans
 
-    async def read(self, span: Span, wanted: Sequence[Wanted]) -> list[RecyclableUnit]:
-        """The verified units of a span that `locate` found, or of a part of it: cut at the first that is not there or
-        fails a check. `wanted` are those of the span."""
+    async def read(self, span: Span, wanted: Sequence[Wanted]) -> list[tuple[RecyclableUnit, str]]:
+        """The verified units of a span that `locate` found, or of a part of it, with the tier's name: cut at the first
+        that is not there or fails a check. `wanted` are those of the span."""
         values = await self.tiers.read(span, [each.key for each in wanted])
-        return await self._take(span.tier, leading_pairs(wanted, values))
+        return [(unit, span.tier.name) for unit in await self._take(span.tier, leading_pairs(wanted, values))]
 
     async def fetch_any(self, wanted: Sequence[Wanted]) -> list[tuple[RecyclableUnit, str] | None]:
         """Single units from any outer tier with its name, in order; None is a miss."""
@@ -276,7 +340,7 @@ class RUPool:
         """Checks values from an outer tier, and keeps the good ones in memory."""
         if not pairs:
             return []
-        checked = await self._door.run(lambda: self._check_all(pairs, authenticate=True))
+        checked = await self._door.run(lambda: self._checks.check(pairs, self.epoch, authenticate=True))
         tier.refused += len(checked.refused)
         # Else they would be thought to be there, and nothing better be written in their place.
         self._writes.note_gone(checked.refused + checked.old)
@@ -286,60 +350,16 @@ class RUPool:
         self._promote(units)
         return units
 
-    def _check_all(self, pairs: Sequence[tuple[Wanted, bytes]], *, authenticate: bool) -> _Checked:
-        """The leading good units, and what is to be deleted. In a thread."""
-        units: list[RecyclableUnit] = []
-        refused: list[str] = []
-        old: list[str] = []
-        begun, num_bytes = time.perf_counter(), 0
-        ttl_s = self._config.ttl_seconds
-        oldest = -math.inf if ttl_s is None else time.time() - ttl_s  # tiers only know how long they have had a unit
-        for wanted, value in pairs:
-            key = self._keys.of(wanted.root) if authenticate else None
-            try:
-                unit = unpack(value, expected=wanted.expected, hmac_key=key)
-            except Exception as error:  # noqa: BLE001 - bytes from a store may break anything that reads them
-                _LOG.warning("dropped a unit: %s", str(error))  # the error would keep what was read until now alive
-                refused.append(wanted.key)
-                break
-            if _is_old(unit, self.epoch, oldest):  # and most of what follows probably as well
-                old = [each.key for each, blob in pairs[len(units) :] if _is_old(blob, self.epoch, oldest)]
-                break
-            if not self._forms.accepts(unit):
-                _LOG.warning("dropped a unit: its codec %r is lossy, and lossy units were not asked for", unit.codec)
-                refused.append(wanted.key)
-                break
-            units.append(unit)
-            num_bytes += len(value)
-        if authenticate and num_bytes > 2**16:
-            rate = (time.perf_counter() - begun) / num_bytes
-            self.decode_s_per_byte += (rate - self.decode_s_per_byte) / 8
-        return _Checked(units, refused, old)
-
     def _note_failure(self, operation: str) -> None:
         _LOG.exception("%s of the memory tier failed", operation)
         self.refused += 1
 
     def _promote(self, units: Sequence[RecyclableUnit]) -> None:
-        """Keeps units from an outer tier in process memory, behind the request."""
+        """Keeps units from an outer tier in process memory."""
         self._note_siblings(units)
-        num_bytes = sum(len(unit.data) for unit in units)
-        if self._supervisor is None or not self.memory.max_bytes or not units:
-            return
-        if self._promoting_bytes + num_bytes > _MAX_PROMOTING_BYTES:
-            return
-        self._promoting_bytes += num_bytes
-        epoch = self.epoch
-
-        async def keep() -> None:
-            try:
-                items = await self._door.run(lambda: [self.encode(unit) for unit in units])
-                if epoch == self.epoch:
-                    await self.memory.put_many(items)
-            finally:
-                self._promoting_bytes -= num_bytes
-
-        self._supervisor.spawn("promote", keep)
+        if self._supervisor is not None and self.memory.max_bytes:
+            epoch = self.epoch
+            self._promotion.begin(units, lambda items: self.put_many(items, epoch), self._supervisor.spawn)
 
     # Storing
 
@@ -348,16 +368,19 @@ class RUPool:
         key = store_key(model_key(unit.model_state), unit.kind, unit.cf)
         return key, self._forms.in_memory(unit)
 
-    async def put_units(self, units: Sequence[RecyclableUnit], epoch: int, root: bytes = b"") -> None:
-        """Encodes and stores units, unless the pool was cleared since they were computed."""
+    async def put_units(self, units: Sequence[RecyclableUnit], epoch: int, root: bytes = b"") -> int:
+        """Encodes and stores units, unless the pool was cleared since they were computed. Returns how many were taken:
+        not those that come from a lossy form that was not asked for."""
+        exact = [unit for unit in units if self._forms.accepts(unit)]
         if self.memory.max_bytes:
-            await self.put_many(await self._door.run(lambda: [self.encode(unit) for unit in units]), epoch)
+            await self.put_many(await self._door.run(lambda: [self.encode(unit) for unit in exact]), epoch)
         if epoch == self.epoch:
-            self._note_siblings(units)
-            self._writes.offer(units, root)
+            self._note_siblings(exact)
+            self._writes.offer(exact, root)
+        return len(exact)
 
     async def put_many(self, items: Sequence[tuple[str, bytes]], epoch: int) -> None:
-        """Stores encoded units in process memory, unless the pool was cleared since they were made."""
+        """Stores encoded units in process memory, unless the pool was cleared meanwhile."""
         if epoch == self.epoch:
             await self.memory.put_many(items)
 
@@ -375,30 +398,9 @@ class RUPool:
         Raises:
             InvalidRequestError: `cf` is neither 32 bytes nor 64 hexadecimal digits.
         """
-        digits = cf.lower() if isinstance(cf, str) else cf.hex()
-        if len(digits) != 2 * FINGERPRINT_BYTES or not set(digits) <= set("0123456789abcdef"):
-            raise InvalidRequestError(f"the fingerprint {digits!r} has {len(digits)} digits; give 64, or 32 bytes")
-        found: dict[str, RecyclableUnit] = {}
-        for key in self.memory.keys():  # noqa: SIM118 - a method of the store, not a mapping
-            if key.endswith(digits):
-                self._inspect_into(found, key, (await self.memory.get_many([key]))[0])
-        if self._model is not None and self.tiers.tiers:
-            keys = [store_key(self._model, kind, bytes.fromhex(digits)) for kind in _OUTER_KINDS]
-            keys = [key for key in keys if key not in found]
-            for key, value in zip(keys, await self.tiers.get_many(keys), strict=True):
-                self._inspect_into(found, key, None if value is None else value[1])
-        return list(found.values())
-
-    def _inspect_into(self, found: dict[str, RecyclableUnit], key: str, value: bytes | None) -> None:
-        if value is None:
-            return
-        try:
-            unit = inspect(value)
-        except FormatError:
-            self.refused += 1
-            return
-        if unit.epoch >= self.epoch:
-            found[key] = unit
+        units, refused = await units_by_cf(cf, self.memory, self.tiers, self._model, self.epoch)
+        self.refused += refused
+        return units
 
     def forget(self) -> int:
         """Forgets everything at once: from now on nothing old is given out, and what is on its way to a tier becomes
@@ -423,6 +425,9 @@ class RUPool:
 
     def _advance(self, epoch: int) -> int:
         self.epoch = epoch
+        if self._model is not None:
+            self._epochs[self._model] = epoch
+        self.pinned.clear()
         self.siblings.clear()
         self._writes.clear()
         self.tiers.void()
@@ -435,16 +440,26 @@ class RUPool:
             if self._on_epoch is not None:
                 self._on_epoch()
 
+    async def export(self, path: str | os.PathLike[str], **options: Any) -> Any:
+        """Writes the units that were used most to a bundle; options, result and errors are those of
+        `kitelib.upcycle.bundle.exporting.export_pool`."""
+        if self.exporter is None:
+            raise InvalidRequestError(
+                "only the pool of an engine can be exported; use engine.pool, or kite bundle export"
+            )
+        return await self.exporter(path, **options)
+
     def notes(self) -> list[str]:
-        """Plain sentences about what makes the outer tiers slower than they could be, for people."""
+        """Plain sentences about what keeps the outer tiers from doing all they could, for people."""
         note = native_note() if self.tiers.tiers else ""
-        return [note] if note else []
+        return [note, *self.tiers.notes()] if note else self.tiers.notes()
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Per tier: hits, misses, bytes, items, evictions, dropped and more. No I/O."""
         counters = self.memory.counters()
         memory = {**dataclasses.asdict(counters), "limit_bytes": self.memory.max_bytes, "refused": self.refused}
-        return {"memory": memory, **self.tiers.stats()}
+        bundles = {PINNED: self.pinned.counters()} if len(self.pinned) else {}
+        return {"memory": memory, **bundles, **self.tiers.stats()}
 
     async def warm_hot_set(self, max_bytes: int | None = None, deadline_s: float = 30.0) -> int:
         """Brings the most recently used units of the fastest shared tier into process memory, before requests need
@@ -476,12 +491,3 @@ class RUPool:
     def _memory_form(self, unit: RecyclableUnit) -> tuple[str, bytes] | None:
         """Key and value in memory of a unit from outside; None if it may not be there. In a thread."""
         return self.encode(unit) if self._forms.accepts(unit) and unit.epoch >= self.epoch else None
-
-
-def _is_old(unit: RecyclableUnit | bytes, epoch: int, oldest: float) -> bool:
-    """Whether it was computed before the pool was cleared, or too long ago."""
-    try:
-        head = peek(unit[:HEAD_BYTES]) if isinstance(unit, bytes) else unit
-    except FormatError:
-        return False
-    return head.epoch < epoch or head.created_at < oldest

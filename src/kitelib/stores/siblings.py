@@ -39,11 +39,16 @@ class Siblings:
         if len(self._parents) > self._max_parents:
             self._parents.popitem(last=False)
 
-    def best(self, parent: bytes, token_ids: TokenIds) -> tuple[Fingerprint, npt.NDArray[np.uint32], int] | None:
-        """The unit after `parent` that shares the most first tokens with `token_ids`, and how many; None if none."""
-        ids = as_token_ids(token_ids)
+    def best(
+        self, parent: bytes, token_ids: TokenIds, max_tokens: int
+    ) -> tuple[Fingerprint, npt.NDArray[np.uint32], int] | None:
+        """The unit of at most `max_tokens` tokens after `parent` that shares the most first ones with `token_ids`, and
+        how many, at most all but the last of `max_tokens`: a whole block has its own key. None if there is none."""
+        ids = as_token_ids(token_ids)[: max_tokens - 1]
         best: tuple[Fingerprint, npt.NDArray[np.uint32], int] | None = None
         for cf, known in self._parents.get(parent, {}).items():
+            if len(known) > max_tokens:
+                continue
             length = min(len(ids), len(known))
             differs = np.flatnonzero(ids[:length] != known[:length])
             common = int(differs[0]) if len(differs) else length

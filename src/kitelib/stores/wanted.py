@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TypeVar
 
 from kitelib.fingerprint import model_key, store_key
 from kitelib.upcycle.unit import Expectation
 
 __all__ = ["Wanted", "leading_pairs"]
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class Wanted:
         return cls(store_key(model_key(expected.model_state), expected.kind, expected.cf), expected, root)
 
 
-def leading_pairs(wanted: Sequence[Wanted], values: Sequence[bytes | None]) -> list[tuple[Wanted, bytes]]:
+def leading_pairs(wanted: Sequence[Wanted], values: Sequence[T | None]) -> list[tuple[Wanted, T]]:
     """Units and their stored values, up to the first miss."""
     pairs = []
     for each, value in zip(wanted, values, strict=True):

@@ -95,7 +95,10 @@ class Completions:
     def wanted(self, chain: BlockChain, sampling: bytes | None) -> Wanted:
         """What such a unit must be."""
         cf = self._key(chain, sampling)
-        return Wanted.of(Expectation("completion", cf, list(chain.tail), self._info.model_state, LAYOUT), chain.root)
+        expected = Expectation(
+            "completion", cf, list(chain.tail), self._info.model_state, LAYOUT, max_bytes=4 * (self._info.context_tokens + 1)
+        )
+        return Wanted.of(expected, chain.root)
 
     @staticmethod
     def _key(chain: BlockChain, sampling: bytes | None) -> Fingerprint:
@@ -107,7 +110,7 @@ class Completions:
         wanted = self.wanted(chain, sampling)
         units = await self._pool.fetch_run([wanted])
         if units:
-            return self._read(units[0], "memory")
+            return self._read(*units[0])
         if patience_s and self._pool.tiers.tiers:
             with anyio.move_on_after(patience_s):
                 (found,) = await self._pool.fetch_any([wanted])

@@ -14,7 +14,10 @@ from typing import Any
 from kitelib.stores.wanted import Wanted
 from kitelib.upcycle.unit import RecyclableUnit
 
-__all__ = ["HeldBytes"]
+__all__ = ["Found", "HeldBytes"]
+
+Found = tuple[RecyclableUnit, str]
+"""A unit, and the name of the tier that it came from."""
 
 
 class HeldBytes:
@@ -46,10 +49,10 @@ class HeldBytes:
     async def read(
         self,
         wanted: Sequence[Wanted],
-        read: Callable[[Sequence[Wanted]], Awaitable[list[RecyclableUnit]]],
+        read: Callable[[Sequence[Wanted]], Awaitable[list[Found]]],
         *,
         bounded: bool = True,
-    ) -> list[RecyclableUnit]:
+    ) -> list[Found]:
         """What `read` gives for the first of `wanted`, as many as there is room for; for all if not `bounded`."""
         room, count, num_bytes = self._max_bytes - self.num_bytes, 0, 0
         for each in wanted:
@@ -61,11 +64,11 @@ class HeldBytes:
             return []
         self._num_bytes += num_bytes
         try:
-            units = await read(wanted[:count])
+            found = await read(wanted[:count])
         finally:
             self._num_bytes -= num_bytes
-        self.watch(units)
-        return units
+        self.watch([unit for unit, _ in found])
+        return found
 
     def watch(self, units: Sequence[RecyclableUnit]) -> None:
         """These were read; they count from now on."""

@@ -9,6 +9,7 @@ the scheduler decides what of it still helps when the request is admitted.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
@@ -21,13 +22,12 @@ from kitelib.stores.pool import RUPool
 from kitelib.stores.wanted import Wanted
 from kitelib.upcycle.unit import Expectation, RecyclableUnit
 from kitelib.yoco.decision import patience
-from kitelib.yoco.held import HeldBytes
+from kitelib.yoco.held import Found, HeldBytes
 from kitelib.yoco.search import Late, Search
 
 __all__ = ["EMPTY_PREFIX", "Planner", "PooledPrefix", "Spawn", "late_prefix"]
 
 LOGITS_LAYOUT = "kite.logits"
-MEMORY = "memory"
 _LEAST_HELD_BYTES = 256 * 2**20
 
 Spawn = Callable[[str, Callable[[], Awaitable[None]]], None]
@@ -133,7 +133,7 @@ class Planner:
     ) -> PooledPrefix:
         """Looks a prompt up from block `first` on. Never raises for what a store did: that is a miss. `defer` says that
         it may be put off while requests hold too much."""
-        if not self._pool.enabled or not self._info.reuse_blocks:
+        if not self._pool.searchable or not self._info.reuse_blocks:
             return EMPTY_PREFIX
         if defer and not self.held.has_room(self._info.block_bytes):
             return DEFERRED
@@ -146,19 +146,20 @@ class Planner:
         if defer and run and not units and not self.held.has_room(self._info.block_bytes):
             return DEFERRED  # others took the room meanwhile
         tail, tail_tokens = await self._find_tail(chain, token_ids, first + len(units))
-        found: list[RecyclableUnit] = []
+        found: list[Found] = []
         if logits:
             wanted = Wanted.of(self.expect_logits(chain), chain.root)
-            found = await self._fetch([wanted][: await self._pool.leading_run([wanted])])
+            read = await self._fetch([wanted][: await self._pool.leading_run([wanted])])
+            found = [each for each in read if _can_be_sampled(each[0])]
         prefix = PooledPrefix(
             first,
-            tuple(_payload(unit) for unit in units),
-            _payload(tail) if tail else None,
+            tuple(_payload(unit) for unit, _ in units),
+            _payload(tail[0]) if tail else None,
             tail_tokens,
-            found[0].data.view(np.float32) if found else None,
-            (MEMORY,) * len(units),
-            MEMORY if tail else "",
-            MEMORY if found else "",
+            found[0][0].data.view(np.float32) if found else None,
+            tuple(name for _, name in units),
+            tail[1] if tail else "",
+            found[0][1] if found else "",
         )
         if not self._pool.tiers.tiers or self._spawn is None:
             return prefix
@@ -205,10 +206,8 @@ class Planner:
             raise
         return extras.added_to(prefix, search, search.leave())
 
-    async def _find_tail(
-        self, chain: BlockChain, token_ids: Sequence[int], block: int
-    ) -> tuple[RecyclableUnit | None, int]:
-        """A unit in memory that goes on from `block` at least in part, and how many of its tokens are the prompt's.
+    async def _find_tail(self, chain: BlockChain, token_ids: Sequence[int], block: int) -> tuple[Found | None, int]:
+        """A unit in memory or a bundle that goes on from `block` at least in part, and how many of its tokens are the prompt's.
 
         That is the tail of an earlier prompt or answer, or the block in which an earlier prompt took another way.
         """
@@ -216,7 +215,7 @@ class Planner:
         ids = token_ids[block * size : (block + 1) * size]
         parent = self.before(chain, block)
         exact = await self._longest_tail(chain, block, ids)
-        sibling = self._pool.siblings.best(parent, ids)
+        sibling = self._pool.siblings.best(parent, ids, size)
         if sibling is not None and sibling[2] > exact:
             cf, tokens, common = sibling
             units = await self._fetch([Wanted.of(self._kv(cf, tokens), chain.root)])
@@ -237,7 +236,7 @@ class Planner:
                 return count
         return 0
 
-    async def _fetch(self, wanted: Sequence[Wanted]) -> list[RecyclableUnit]:
+    async def _fetch(self, wanted: Sequence[Wanted]) -> list[Found]:
         return await self.held.read(wanted, self._pool.fetch_run)
 
     async def fetch_any(self, wanted: Sequence[Wanted]) -> list[tuple[RecyclableUnit, str] | None]:
@@ -255,7 +254,7 @@ class Planner:
         lengths = list(range(min(size - 1, len(ids)), 0, -1))
         wanted = [Wanted.of(self.expect_tail(chain, block, ids[:count]), chain.root) for count in lengths]
         parent = self.before(chain, block)
-        sibling = self._pool.siblings.best(parent, ids)
+        sibling = self._pool.siblings.best(parent, ids, size)
         if sibling is not None:
             wanted.append(Wanted.of(self._kv(sibling[0], sibling[1]), chain.root))
             lengths.append(sibling[2])
@@ -284,7 +283,9 @@ class _Extras:
         """Looks for the logits after the whole prompt."""
         if self._wants_logits:
             wanted = Wanted.of(self._planner.expect_logits(self._chain), self._chain.root)
-            (self._logits,) = await self._planner.fetch_any([wanted])
+            (found,) = await self._planner.fetch_any([wanted])
+            if found is not None and _can_be_sampled(found[0]):
+                self._logits = found
 
     async def find_tail(self, num_blocks: int) -> None:
         """Looks for what follows the `num_blocks` blocks that were found."""
@@ -309,6 +310,11 @@ class _Extras:
             unit, source = self._logits
             changes.update(logits=unit.data.view(np.float32), logits_source=source)
         return dataclasses.replace(prefix, **changes)  # type: ignore[arg-type]
+
+
+def _can_be_sampled(unit: RecyclableUnit) -> bool:
+    """Whether stored logits are numbers that a token can be chosen by: a file from elsewhere may hold anything."""
+    return math.isfinite(float(unit.data.view(np.float32).max()))  # NaN if one is; tokens at minus infinity are fine
 
 
 def _payload(unit: RecyclableUnit) -> BlockPayload:

@@ -22,7 +22,7 @@ from kitelib.stores.tiered import Span
 from kitelib.stores.wanted import Wanted
 from kitelib.upcycle.unit import RecyclableUnit
 from kitelib.yoco.decision import Verdict, decide, load_costs
-from kitelib.yoco.held import HeldBytes
+from kitelib.yoco.held import Found, HeldBytes
 
 __all__ = ["Late", "Search"]
 
@@ -204,10 +204,9 @@ class Search:
         finally:
             late.promising = False
 
-    async def _read(self, span: Span) -> list[tuple[RecyclableUnit, str]]:
+    async def _read(self, span: Span) -> list[Found]:
         wanted = self.blocks[span.first : span.first + span.count]
-        units = await self.held.read(wanted, functools.partial(self.pool.read, span))
-        return [(unit, span.tier.name) for unit in units]
+        return await self.held.read(wanted, functools.partial(self.pool.read, span))
 
 
 def _chunks(span: Span, count: int) -> list[Span]:

@@ -174,7 +174,12 @@ class Wordings:
     def wanted(self, root: bytes, question: Question, level: Level) -> Wanted:
         """What such a unit must be."""
         cf = end_fingerprint(_parent(root, question.digest(level)), _NO_TOKENS)
-        return Wanted.of(Expectation("completion", cf, _NO_TOKENS, self._info.model_state, LAYOUT), root)
+        most = self._max_bytes
+        return Wanted.of(Expectation("completion", cf, _NO_TOKENS, self._info.model_state, LAYOUT, max_bytes=most), root)
+
+    @property
+    def _max_bytes(self) -> int:
+        return 8 + MAX_TEXT_BYTES + 4 * self._info.context_tokens
 
     async def find(
         self, root: bytes, question: Question, level: Level, *, patience_s: float = _PATIENCE_S
@@ -188,7 +193,7 @@ class Wordings:
             wanted = self.wanted(root, question, level)
             units = await self._pool.fetch_run([wanted])
             if units:
-                return self._read(units[0], question, level, "memory")
+                return self._read(units[0][0], question, level, units[0][1])
             if self._pool.tiers.tiers:
                 with anyio.move_on_after(patience_s):
                     (found,) = await self._pool.fetch_any([wanted])
@@ -200,7 +205,7 @@ class Wordings:
 
     def _read(self, unit: RecyclableUnit, question: Question, level: Level, source: str) -> Wording | None:
         """None if the unit's content makes no sense, or is no wording of this question."""
-        if unit.dtype != "uint32" or not 8 <= len(unit.data) <= 8 + MAX_TEXT_BYTES + 4 * self._info.context_tokens:
+        if unit.dtype != "uint32" or not 8 <= len(unit.data) <= self._max_bytes:
             return None
         data = unit.data.tobytes()
         num_bytes = int.from_bytes(data[:4], "little")

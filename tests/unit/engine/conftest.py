@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from kitelib import KiteEngine
+from kitelib import KiteEngine, PoolConfig
 from tests.support.backends import BackendKit
+from tests.support.bundles import BUNDLED, bundle_of
 from tests.support.engines import StepRecorder, assert_nothing_left
 
 
@@ -61,3 +62,21 @@ def open_tiny(kit: BackendKit, cache_dir: Path) -> Callable[..., Any]:
 def record(monkeypatch: pytest.MonkeyPatch) -> Callable[[KiteEngine], StepRecorder]:
     """``record(engine)``: its model steps from now to the end of the test."""
     return lambda engine: StepRecorder.install(engine, monkeypatch)
+
+
+@pytest.fixture
+async def bundle(open_tiny: Callable[..., Any], tmp_path: Path) -> Path:
+    """What an engine keeps of one prompt, `BUNDLED`, and its answer."""
+    path = tmp_path / "cockpit.kite"
+    async with open_tiny() as engine:
+        await engine.generate(BUNDLED, max_tokens=4, ignore_eos=True)
+        await bundle_of(engine, path)
+    return path
+
+
+@pytest.fixture
+async def fresh(open_tiny: Callable[..., Any]) -> AsyncIterator[KiteEngine]:
+    """An engine that keeps nothing itself, so that whatever it reuses is from a bundle or from its context."""
+    async with open_tiny(pool=PoolConfig(memory_bytes=0)) as engine:
+        yield engine
+        await assert_nothing_left(engine)

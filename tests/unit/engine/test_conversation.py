@@ -72,6 +72,7 @@ def backend_text(engine: KiteEngine, ids: list[int]) -> str:
 async def test_a_template_that_rewrites_history_does_not_lose_the_prefix(
     engine: KiteEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """B43: the conversation keeps token ids."""
     use_template(engine, monkeypatch, REWRITING)
     conversation = engine.conversation(SYSTEM, max_tokens=10, ignore_eos=True)
     await conversation.send("Tell me about cheques, please.")

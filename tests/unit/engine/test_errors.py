@@ -286,11 +286,6 @@ async def test_sampling_options_come_one_way_or_the_other(engine: KiteEngine) ->
 # Policies and adapters
 
 
-async def test_options_of_a_call_that_this_release_does_not_have(engine: KiteEngine) -> None:
-    async with refused(engine, UnsupportedOptionError, "cockpit.kite"):
-        await engine.preload("cockpit.kite")
-
-
 async def test_a_call_may_not_ask_for_more_exactness_than_the_engine_has(open_tiny: Any) -> None:
     standard, bitwise = ReusePolicy(numerics="standard"), ReusePolicy(numerics="bitwise")
     async with open_tiny(reuse=standard) as engine, refused(engine, UnsupportedOptionError, "bitwise"):

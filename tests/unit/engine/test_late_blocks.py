@@ -84,7 +84,7 @@ def nothing_on_its_way(engine: KiteEngine) -> Callable[[], bool]:
         return (
             not any(late.promising for late in lates)
             and not any(len(tier._flights) for tier in tiers)
-            and engine.pool._promoting_bytes == 0
+            and engine.pool._promotion.num_bytes == 0
             and engine.stats()["recycler"]["pending_bytes"] == 0
         )
 

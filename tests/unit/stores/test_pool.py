@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from kitelib.config import PoolConfig
@@ -35,7 +37,7 @@ def blocks(epoch: int = 0) -> list[RecyclableUnit]:
 
 
 async def fetched(pool: RUPool) -> list[int]:
-    return [int(token) for unit in await pool.fetch_run(wanted(pool)) for token in unit.token_ids]
+    return [int(token) for unit, _ in await pool.fetch_run(wanted(pool)) for token in unit.token_ids]
 
 
 def test_a_quarter_of_the_memory_is_the_default() -> None:
@@ -46,7 +48,8 @@ async def test_units_come_back_in_order_with_their_bytes() -> None:
     pool = make_pool()
     await store(pool, blocks())
     found = await pool.fetch_run(wanted(pool))
-    for unit, original in zip(found, blocks(), strict=True):
+    for (unit, source), original in zip(found, blocks(), strict=True):
+        assert source == "memory"
         assert unit.data.tobytes() == original.data.tobytes()
         assert (unit.cf, unit.parent, unit.epoch) == (original.cf, original.parent, 0)
         assert not unit.data.flags.writeable
@@ -127,7 +130,8 @@ async def test_the_tier_is_bounded() -> None:
     stats = pool.stats()["memory"]
     assert 0 < stats["items"] < 4
     assert stats["bytes"] <= 2000 == stats["limit_bytes"]
-    assert stats["evictions"] + stats["items"] == 4
+    assert stats["dropped"] + stats["items"] == 4
+    assert await pool.leading_run(wanted(pool)) == stats["items"]  # the beginning of the prompt, not its end
     off = make_pool(memory_bytes=0)
     assert not off.enabled
     await store(off, blocks())
@@ -160,3 +164,11 @@ async def test_closing_gives_the_memory_back() -> None:
     await pool.aclose()
     assert pool.memory.counters().bytes == 0
     assert await fetched(pool) == []
+
+
+async def test_units_from_a_lossy_form_are_not_taken_over_as_exact() -> None:
+    pool = make_pool()
+    rounded = [dataclasses.replace(unit, codec="int8_kv/none") for unit in blocks()[:1]]
+    assert await pool.put_units([*rounded, blocks()[1]], 0) == 1
+    assert [pool.contains(each) for each in wanted(pool)[:2]] == [False, True]
+    assert await make_pool(kv_precision="int8").put_units(rounded, 0) == 1

@@ -65,7 +65,7 @@ async def read(pool: RUPool, root: bytes = ROOT) -> list[RecyclableUnit]:
     """What the outer tiers give for the prompt."""
     keys = wanted(pool, root)
     return [
-        unit for span in await pool.locate(keys) for unit in await pool.read(span, keys[span.first :][: span.count])
+        unit for span in await pool.locate(keys) for unit, _ in await pool.read(span, keys[span.first :][: span.count])
     ]
 
 
@@ -99,7 +99,7 @@ async def test_what_came_from_outside_is_in_memory_the_next_time(open_pool: Open
         await write(pool, blocks())
     async with open_pool() as pool:
         await read(pool)
-        while pool._promoting_bytes:
+        while pool._promotion.num_bytes:
             await pool._door.run(lambda: None)
         assert len(await pool.fetch_run(wanted(pool))) == 4
 

@@ -326,7 +326,7 @@ async def test_whatever_the_tiers_do_what_comes_is_right_and_in_place(open_pool:
             search.leave()
             assert len(search.front) == NUM_BLOCKS
             del search
-            await until(lambda: pool._promoting_bytes == 0)
+            await until(lambda: pool._promotion.num_bytes == 0)
             assert not any(len(tier._flights) for tier in pool.tiers.tiers)
             await until(lambda: held.num_bytes == 0)
         current = [await pool.get_rus_by_cf(unit.cf) for unit in kv_units()]
