@@ -9,8 +9,9 @@ import sys
 from collections.abc import Sequence
 
 from kitelib import __version__
-from kitelib.cli import bench, chat, demo, explain, lint, pool, run
-from kitelib.errors import KiteError, ModelNotFoundError, RequestError
+from kitelib.cli import bench, bundle, chat, demo, explain, lint, pool, run
+from kitelib.cli.pool_filters import printable
+from kitelib.errors import BundleNotFoundError, KiteError, ModelNotFoundError, RequestError
 
 __all__ = ["build_parser", "main", "run_command_line"]
 
@@ -29,6 +30,7 @@ examples:
   kite run model.gguf - < question.txt        the prompt from standard input
   kite chat model.gguf --system "Be brief."   a conversation
   kite pool stats                             what is kept on the disk and in other shared tiers
+  kite bundle inspect cockpit.kite            what a portable file of units holds
   kite bench replay trace.jsonl               how much of a recorded load the pool would answer
   kite explain @first.txt @second.txt         where two prompts part, and what the second reuses
   kite lint requests.jsonl                    what in recorded prompts breaks reuse
@@ -82,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kite {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for module in (run, chat, demo, pool, bench, explain, lint):
+    for module in (run, chat, demo, pool, bundle, bench, explain, lint):
         module.add_parser(commands)
     return parser
 
@@ -104,8 +106,10 @@ def _report(error: KiteError | BrokenPipeError, program: str) -> int:
         # The reader went away (`kite run ... | head`). Point stdout elsewhere so that the exit's flush is quiet too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
-    print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
-    return EXIT_CALLER if isinstance(error, (RequestError, ModelNotFoundError)) else EXIT_FAILED
+    # An error may quote a file of anybody's.
+    print(f"{program}: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+    at_fault = (RequestError, ModelNotFoundError, BundleNotFoundError)
+    return EXIT_CALLER if isinstance(error, at_fault) else EXIT_FAILED
 
 
 if __name__ == "__main__":

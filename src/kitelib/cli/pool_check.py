@@ -14,6 +14,7 @@ import anyio
 
 from kitelib.abc import SharedStore
 from kitelib.cli.pool_filters import Filter, filter_of, printable
+from kitelib.cli.pool_options import file_bytes
 from kitelib.cli.pool_tiers import MAX_VALUE_BYTES, Found, Tier, on_all_tiers, open_tiers, problems, read_values, scan
 from kitelib.cli.screen import LoadProgress, is_terminal
 from kitelib.errors import ConfigError, FormatError, StoreError
@@ -93,21 +94,12 @@ def _hmac_keys(args: argparse.Namespace) -> tuple[bytes, ...]:
         if args.namespace or args.namespace_secret_file:
             raise ConfigError("--namespace is given without --hmac-key-file; a namespace only matters for an HMAC")
         return ()
-    secret = None if args.namespace_secret_file is None else _file_bytes(args.namespace_secret_file, "namespace-secret")
-    key = _file_bytes(args.hmac_key_file, "hmac-key")
+    secret = (
+        None if args.namespace_secret_file is None else file_bytes(args.namespace_secret_file, "namespace-secret-file")
+    )
+    key = file_bytes(args.hmac_key_file, "hmac-key-file")
     keys = (unit_key(key, namespace, secret) for namespace in (None, *args.namespace))
     return tuple(each for each in keys if each is not None)
-
-
-def _file_bytes(path: str, what: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(4096)
-    except OSError as error:
-        raise ConfigError(f"the file {path!r} of --{what}-file can't be read: {error.strerror}") from error
-    if not raw:
-        raise ConfigError(f"the file {path!r} of --{what}-file is empty; it must hold the bytes of the key")
-    return raw
 
 
 class _Verifier:

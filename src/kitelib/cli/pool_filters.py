@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+import time
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from kitelib.cli.pool_tiers import Found
 
-__all__ = ["Filter", "add_filter_options", "age", "filter_of", "format_age", "format_bytes", "printable"]
+__all__ = ["Filter", "add_filter_options", "age", "filter_of", "format_age", "format_bytes", "format_date", "printable"]
 
 _KINDS: Final = ("kv", "logits", "completion", "lora")
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -107,6 +108,14 @@ def format_bytes(num_bytes: int) -> str:
             return f"{size:.0f} B" if suffix == "B" else f"{size:.1f} {suffix}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def format_date(seconds: float) -> str:
+    """A time since 1970 as date and time in UTC; what can't be one stays a number."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):  # a unit may say anything
+        return str(seconds)
 
 
 def printable(text: str) -> str:

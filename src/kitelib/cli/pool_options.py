@@ -1,4 +1,4 @@
-"""The options that name a pool: the same for `kite run`, `chat`, `demo` and `pool`."""
+"""The options that name a pool, the same for `kite run`, `chat`, `demo` and `pool`, and the small files that options name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kitelib.config import KiteConfig, PoolConfig
 from kitelib.config_sections import default_disk_folder
 from kitelib.errors import ConfigError
 
-__all__ = ["REDIS_VARIABLE", "add_pool_options", "pool_choice"]
+__all__ = ["REDIS_VARIABLE", "add_pool_options", "file_bytes", "pool_choice"]
 
 REDIS_VARIABLE = "KITE_REDIS_URL"
 """Environment variable with the URL of Redis: what stands on a command line can be seen by everybody on a machine."""
@@ -68,6 +68,22 @@ def pool_choice(args: argparse.Namespace, *, default_disk: bool) -> KiteConfig |
         s3=args.s3,
         stores=tuple(args.store),
     )
+
+
+def file_bytes(path: str, option: str) -> bytes:
+    """The first 4 KiB of the file that ``--option`` names: that of a key or a secret.
+
+    Raises:
+        ConfigError: the file can't be read, or is empty.
+    """
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(4096)
+    except OSError as error:
+        raise ConfigError(f"the file {path!r} of --{option} can't be read: {error.strerror}") from error
+    if not raw:
+        raise ConfigError(f"the file {path!r} of --{option} is empty; it must hold the bytes of the key")
+    return raw
 
 
 def _first_line(path: str) -> str:

@@ -15,7 +15,7 @@ import anyio
 
 from kitelib.abc import SharedStore
 from kitelib.cli.pool_check import check_value
-from kitelib.cli.pool_filters import Filter, age, filter_of, format_age, format_bytes, printable
+from kitelib.cli.pool_filters import Filter, age, filter_of, format_age, format_bytes, format_date, printable
 from kitelib.cli.pool_tiers import (
     Found,
     Tier,
@@ -340,13 +340,6 @@ def _read_text(read: _Read) -> str:
         fields["shape"] = " x ".join(map(str, fields["shape"]))
     for name in ("created_at", "written_at", "used_at"):
         if fields.get(name) is not None:
-            fields[name] = _date(fields[name])
+            fields[name] = format_date(fields[name])
     fields["check"] = f"BAD: {read.problem}" if read.problem else "good"
     return "\n".join(f"{name:<12} {'-' if value is None else printable(str(value))}" for name, value in fields.items())
-
-
-def _date(seconds: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
-    except (OverflowError, ValueError, OSError):  # a unit may say anything
-        return str(seconds)

@@ -24,9 +24,11 @@ __all__ = [
     "Tier",
     "on_all_tiers",
     "open_tiers",
+    "pool_config_of",
     "problems",
     "read_values",
     "scan",
+    "tiers_of",
     "with_heads",
     "with_times",
 ]
@@ -104,10 +106,19 @@ def open_tiers(args: argparse.Namespace) -> list[Tier]:
         ConfigError: no tier is named, or an option is wrong.
         MissingExtraError: a tier needs a package that is not installed.
     """
+    return tiers_of(pool_config_of(args))
+
+
+def pool_config_of(args: argparse.Namespace) -> PoolConfig:
+    """The pool that the options name: a configuration file's, or single tiers. Raises ConfigError."""
+    choice = pool_choice(args, default_disk=True)
+    return choice.to_pool_config() if isinstance(choice, KiteConfig) else choice
+
+
+def tiers_of(config: PoolConfig) -> list[Tier]:
+    """As `open_tiers`, those of a configuration."""
     from kitelib.stores.registry import open_stores
 
-    choice = pool_choice(args, default_disk=True)
-    config = choice.to_pool_config() if isinstance(choice, KiteConfig) else choice
     tiers = []
     if config.disk is not None and not os.path.isdir(config.disk):
         # Opening would make the folder, and a misspelt one would look like an empty pool.

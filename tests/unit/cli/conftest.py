@@ -61,6 +61,21 @@ def kite_pool(
 
 
 @pytest.fixture(scope="session")
+def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder for digests and self-test results of models, kept for the session."""
+    return tmp_path_factory.mktemp("kite-model-cache")
+
+
+@pytest.fixture
+def kite_bundle(
+    kite_here: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, model_cache: Path
+) -> Callable[..., tuple[int, str, str]]:
+    """``kite_bundle("build", ...)``: as `kite_here`, with `model_cache` as the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(model_cache))
+    return functools.partial(kite_here, "bundle")
+
+
+@pytest.fixture(scope="session")
 def finished() -> Callable[..., Generation]:
     """Makes a Generation with the given figures."""
 

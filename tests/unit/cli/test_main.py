@@ -11,7 +11,7 @@ import pytest
 
 import kitelib
 from kitelib.cli import main as cli
-from kitelib.errors import BackendStepError, ModelNotFoundError
+from kitelib.errors import BackendStepError, BundleError, BundleNotFoundError, ModelNotFoundError
 
 
 def assert_mistake(done: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -42,6 +42,7 @@ def test_version(kite):
         ["chat"],
         ["demo"],
         ["pool"],
+        ["bundle"],
         *(["pool", action] for action in ("stats", "ls", "get", "evict", "verify")),
     ],
 )
@@ -142,6 +143,8 @@ def test_the_demo_model_without_its_package_names_the_extra(monkeypatch, capsys)
     ("error", "code"),
     [
         (ModelNotFoundError("gone"), 2),
+        (BundleNotFoundError("gone"), 2),
+        (BundleError("broke badly"), 1),
         (BackendStepError("broke\n  badly"), 1),
     ],
 )
@@ -152,6 +155,15 @@ def test_errors_become_one_line_and_a_code(monkeypatch, capsys, error, code):
     monkeypatch.setattr("kitelib.cli.run.run_prompt", fail)
     assert cli.main(["run", "smollm2", "Hello"]) == code
     assert capsys.readouterr().err in ("kite: gone\n", "kite: broke badly\n")
+
+
+def test_an_error_that_quotes_a_strange_file_steers_no_terminal(monkeypatch, capsys):
+    def fail(args):
+        raise BundleError("the label \x1b]0;owned\x07\u202e is wrong")
+
+    monkeypatch.setattr("kitelib.cli.run.run_prompt", fail)
+    assert cli.main(["run", "smollm2", "Hello"]) == 1
+    assert capsys.readouterr().err == "kite: the label ?]0;owned?? is wrong\n"
 
 
 def test_an_error_from_a_task_group_is_found_inside_it(monkeypatch, capsys):
