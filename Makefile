@@ -7,7 +7,7 @@ BIN := .venv/bin
 SOURCES := pyproject.toml $(wildcard tools/*.py csrc/include/* csrc/src/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs bench bench-pool bench-torch bench-yoco upcycle_ext clean
+.PHONY: help demo test check docs bench bench-pool bench-torch bench-yoco bench-bundle upcycle_ext clean
 
 help:
 	@echo "make demo    watch a real model answer a bank's customers, with and without reuse (about 2 minutes)"
@@ -18,6 +18,7 @@ help:
 	@echo "make bench-pool   run the benchmark of the tiers (needs redis-server); prints a table and JSON"
 	@echo "make bench-torch   run the benchmark of the torch engine on the CPU; prints a table and JSON"
 	@echo "make bench-yoco   run the benchmark of drafts on both backends (about 15 minutes); prints a table and JSON"
+	@echo "make bench-bundle   run the benchmark of bundles (about 5 minutes); prints a table and JSON"
 	@echo "make upcycle_ext   compile csrc/: codecs and block copies for the CPU, and for NVIDIA GPUs if there is an nvcc"
 	@echo "make clean   remove what these commands made, .venv too (the built llama.cpp stays in the cache)"
 	@echo
@@ -55,6 +56,9 @@ bench-torch: .venv/.kite-dev
 
 bench-yoco: .venv/.kite-dev
 	@$(BIN)/python tests/benchmarks/yoco.py $(BENCH_ARGS)
+
+bench-bundle: .venv/.kite-dev
+	@$(BIN)/python tests/benchmarks/bundle.py $(BENCH_ARGS)
 
 upcycle_ext:
 	@if [ -z "$(PYTHON)" ]; then echo "No Python 3.10 or newer was found. Name one: make upcycle_ext PYTHON=..."; exit 1; fi

@@ -57,13 +57,18 @@ REPORTS: Final = {
     36: "the event loop was blocked by tokenizing, by steps, or by delivering each token",
     37: "the whole state was saved after every answer, all keys were scanned, and reading removed the entry",
     38: "the disk cache crashed on its first round trip",
+    40: "a phone had no library to build with, or one of another release; the default context killed it",
+    41: "models with a sliding window computed the whole prompt again on each turn",
+    42: "restoring a saved state reported success and gave no reuse, because a part of the state was missing",
+    43: "the chat template rewrote what had been said, so that each turn missed",
+    44: "caches of prompts could not be shipped and loaded",
     47: "negated and opposite questions were taken for the same, and all questions for one entry",
     49: "losing a node of the store crashed the process, or made clients expire",
 }
 """In our own words, what happened elsewhere."""
 
-ELSEWHERE: Final = {32, *range(39, 47), 48}
-"""About parts that are not here yet: connectors to other engines, HTTP, mobile builds, bundles, metrics, many GPUs."""
+ELSEWHERE: Final = {32, 39, 45, 46, 48}
+"""About parts that are not here yet: connectors to other engines, HTTP, metrics, many GPUs."""
 
 _NAMED: Final = re.compile(r"\bB\d+(?:,\s+B\d+)*:")
 
