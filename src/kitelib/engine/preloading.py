@@ -31,10 +31,19 @@ class _Opened:
 
     bundle: Bundle
     units: dict[str, BundleUnit]
+    blocks: list[BundleUnit]
+    tokens: int
 
-    @property
-    def tokens(self) -> int:
-        return sum(len(unit.token_ids) for unit in self.units.values() if unit.kind == "kv")
+    @classmethod
+    def of(cls, serving: Serving, bundle: Bundle) -> _Opened:
+        """In a thread: there may be many units.
+
+        Raises:
+            BundleMismatchError: as `_usable_units`.
+        """
+        units = _usable_units(serving, bundle)
+        blocks = [unit for unit in units.values() if unit.kind == "kv"]
+        return cls(bundle, units, blocks, sum(len(unit.token_ids) for unit in blocks))
 
 
 class Preloader:
@@ -75,7 +84,7 @@ class Preloader:
 
         bundle = await self._door.run(open_bundle, discard=lambda opened: opened.close())
         try:
-            opened = await self._door.run(lambda: _Opened(bundle, _usable_units(serving, bundle)))
+            opened = await self._door.run(lambda: _Opened.of(serving, bundle))
             if pin:
                 await self._note_siblings(opened)
             # Nothing is awaited from here to the pinning, so that no invalidation gets in between.
@@ -99,9 +108,8 @@ class Preloader:
         }
 
     async def _note_siblings(self, opened: _Opened) -> None:
-        blocks = [unit for unit in opened.units.values() if unit.kind == "kv"]
-        for start in range(0, len(blocks), _SIBLINGS_AT_ONCE):
-            for unit in blocks[start : start + _SIBLINGS_AT_ONCE]:
+        for start in range(0, len(opened.blocks), _SIBLINGS_AT_ONCE):
+            for unit in opened.blocks[start : start + _SIBLINGS_AT_ONCE]:
                 self._pool.siblings.add(unit.parent, unit.cf, unit.token_ids)
             await anyio.lowlevel.checkpoint()
 

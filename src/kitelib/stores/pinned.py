@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
 from kitelib.upcycle.unit import Expectation, RecyclableUnit
@@ -82,12 +81,12 @@ class PinnedUnits:
         return len(self._order)
 
     def add(
-        self, name: str, source: UnitSource, units: Mapping[str, Any], num_bytes: int, epoch: int | None = None
+        self, name: str, source: UnitSource, units: dict[str, Any], num_bytes: int, epoch: int | None = None
     ) -> None:
         """Takes units, by their store keys, of a source that takes `num_bytes` and was made in this epoch (None: it is
-        to be used whatever the epoch is). One of the same name is replaced."""
+        to be used whatever the epoch is). One of the same name is replaced; `units` belong to this object from now on."""
         left = [self._shelves[name]] if name in self._shelves else []
-        self._shelves[name] = _Shelf(source, dict(units), num_bytes, epoch)
+        self._shelves[name] = _Shelf(source, units, num_bytes, epoch)
         self._order = tuple(self._shelves.values())
         _let_go(left)
 
