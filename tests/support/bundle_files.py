@@ -11,7 +11,7 @@ from kitelib.fingerprint import root_fingerprint
 from kitelib.upcycle.bundle import BundleRoot, BundleWriter, ModelIdentity
 from tests.support.units import BLOCK_TOKENS, INFO, kv_unit, units_of
 
-__all__ = ["EXECUTION_PATH", "MODEL", "TOKENS", "bundle_file", "root_for"]
+__all__ = ["EXECUTION_PATH", "MODEL", "OLD_BUNDLE", "TOKENS", "bundle_file", "root_for"]
 
 EXECUTION_PATH: Mapping[str, str | int | bool] = {
     "backend": "llama_cpp",
@@ -20,6 +20,8 @@ EXECUTION_PATH: Mapping[str, str | int | bool] = {
 }
 MODEL = dataclasses.replace(ModelIdentity.of(INFO), state_parts={"weights": "0123abcd", "kv_type": "f16"})
 TOKENS = tuple(range(1, 10))
+OLD_BUNDLE = b"@\0\0\0\0\0\0\0" + b'{"__metadata__":{"kite.bundle":"old'
+"""What begins like a bundle, which is enough to be replaced by one."""
 
 
 def root_for(*, namespace: str | None = None, adapter: tuple[bytes, float] | None = None) -> BundleRoot:

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
+from typing import Final
 
 from kitelib.cli.bundle_build import add_build_options
 from kitelib.cli.bundle_export import add_export_options
 from kitelib.cli.bundle_options import add_trust_options, add_write_options
 from kitelib.cli.bundle_verify import add_verify_options
+from kitelib.errors import ConfigError
 
 __all__ = ["add_parser"]
+
+_OPTIONS: Final = {
+    "hmac_key": "--hmac-key-file",
+    "max_bytes": "--max-bytes",
+    "min_hits": "--min-hits",
+    "namespace_secret": "--namespace-secret-file",
+    "require_signature": "--require-signature",
+    "trusted_keys": "--trusted-key",
+}
+"""What the functions behind the commands call an argument -> the option that gives it."""
+_ARGUMENT: Final = re.compile(rf"(?<![\w./(\\'\"-])({'|'.join(_OPTIONS)})(?:=(\d+))?(?![\w./'\"-])")
 
 _EXAMPLES = """\
 examples:
@@ -33,29 +47,42 @@ examples:
 The environment variable SOURCE_DATE_EPOCH (seconds since 1970) is stated as the time of making, if it is set, so that
 the same model and prompts give the same bundle on the same machine.
 
-Exit codes: 0 written, 1 the model failed, 2 a wrong option or prompt."""
+Exit codes: 0 written, 1 the model failed, 2 a wrong option or prompt, or no such file; 130 Ctrl-C, and nothing is written."""
 
 _EXPORT_DESCRIPTION = """\
-Write the units of a running fleet's pool that are used most to a bundle."""
+Write the units of a running fleet's pool that are used most to a bundle. They keep the numerics of the engines that
+computed them: engines of a fleet that is to make bundles for other machines are opened with
+ReusePolicy(numerics="standard"). Units of bitwise engines fit only machines and options exactly like theirs."""
 
 _EXPORT_EXAMPLES = """\
 examples:
   kite bundle export --from-pool redis://cache:6379 --top 200 --min-hits 100 -o hot.kite
   kite bundle export --from-pool /var/cache/kite --max-bytes 200M -o hot.kite
 
-Exit codes: 0 written, 1 the pool could not be read, 2 a wrong option."""
+Exit codes: 0 written, 1 the pool could not be read, 2 a wrong option, or no unit that fits what was asked for."""
 
 _VERIFY_DESCRIPTION = """\
 Read every unit of a bundle and check all that can be checked. With a model, compute the prompts cold as well, and
-prove that what the bundle gives is what the model computes. Nothing that is read is ever run."""
+prove that what the bundle gives is what the model computes. Nothing that is read is ever run.
+
+With a model every prompt is computed in full, though a build computes what prompts share only once, so this takes
+longer than the build: several times as long where all begin with the same instructions."""
 
 _VERIFY_EXAMPLES = """\
 examples:
   kite bundle verify cockpit.kite
-  kite bundle verify cockpit.kite --trusted-key fleet.pub.pem
+  kite bundle verify cockpit.kite --trusted-key fleet.pub
   kite bundle verify cockpit.kite --model model.gguf
 
-Exit codes: 0 good, 1 damaged, not trusted or not what the model computes, 2 a wrong option."""
+With --model there is a row for each prompt:
+  tokens      its length; of a template, what is kept of it
+  cached      tokens that a request took from the bundle; `must be` is what that has to be
+  KV differs  largest difference of the KV from a cold run's, as a share of its norm
+  log-probs   largest difference of a log-probability between a request with the bundle and a cold one
+  logits      the same of the stored logits; - if none are stored
+  answer      tokens of a stored answer that were checked
+
+Exit codes: 0 good, 1 damaged, not trusted or not what the model computes, 2 a wrong option, or no such file."""
 
 _INSPECT_DESCRIPTION = """\
 Say what a bundle holds and for which model. Only its header is read, so this is quick, and no payload is checked:
@@ -66,31 +93,32 @@ examples:
   kite bundle inspect cockpit.kite
   kite bundle inspect cockpit.kite --units
   kite bundle inspect cockpit.kite --json | jq .model.model_state
-  kite bundle inspect cockpit.kite --trusted-key fleet.pub.pem
+  kite bundle inspect cockpit.kite --trusted-key fleet.pub
 
 Exit codes: 0 done, 1 no bundle, damaged or not trusted, 2 a wrong option, or no such file."""
 
 _SIGN_DESCRIPTION = """\
-Sign a bundle with an Ed25519 private key; needs `pip install 'kitelib[sign]'`. A signature that is there is replaced.
-Units and digest stay as they are."""
+Sign a bundle with an Ed25519 private key; needs the package `cryptography`: `pip install '.[sign]'` in a clone. A
+signature that is there is replaced. Units and digest stay as they are."""
 
 _SIGN_EXAMPLES = """\
 examples:
   kite bundle sign cockpit.kite --key fleet.pem
   kite bundle sign cockpit.kite --key fleet.pem -o signed.kite
 
-Exit codes: 0 signed, 1 no bundle or damaged, 2 a wrong option or key."""
+Exit codes: 0 signed, 1 no bundle or damaged, 2 a wrong option or key, or no such file."""
 
 _KEYGEN_DESCRIPTION = """\
 Make an Ed25519 key pair: the private key is written to a new file that only you can read, and the public key, which
-engines take as a trusted key, is printed. Needs `pip install 'kitelib[sign]'`."""
+engines take as a trusted key, is printed. Needs the package `cryptography`: `pip install '.[sign]'` in a clone."""
 
 _KEYGEN_EXAMPLES = """\
 examples:
   kite bundle keygen fleet.pem
   kite bundle keygen fleet.pem > fleet.pub
+  kite bundle keygen --public fleet.pem > fleet.pub     the public key of a private key that is there
 
-Exit codes: 0 written, 2 a wrong option, or the file is there already."""
+Exit codes: 0 done, 2 a wrong option, the file is there already, or with --public is no private key."""
 
 _DIFF_DESCRIPTION = """\
 Compare what two bundles hold: model, roots, labels, and which units only one of them has or both have differently.
@@ -154,6 +182,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     keygen = _action(actions, "keygen", "make a key pair for signing", _KEYGEN_DESCRIPTION)
     keygen.add_argument("key", metavar="KEY.pem", help="new file for the private key")
+    keygen.add_argument("--public", action="store_true", help="make no key: print the public key of the one in KEY.pem")
     _finish(keygen, _KEYGEN_EXAMPLES, _keygen)
 
     diff = _action(actions, "diff", "compare two bundles", _DIFF_DESCRIPTION)
@@ -179,8 +208,20 @@ def _action(
 
 
 def _finish(parser: argparse.ArgumentParser, examples: str, execute: Callable[[argparse.Namespace], int]) -> None:
+    def run(args: argparse.Namespace) -> int:
+        try:
+            return execute(args)
+        except ConfigError as error:
+            error.args = (_with_options(str(error)),)
+            raise
+
     parser.epilog = examples
-    parser.set_defaults(execute=execute)
+    parser.set_defaults(execute=run)
+
+
+def _with_options(text: str) -> str:
+    """A message with the names of the command's options in it; names of files and of classes' fields stay."""
+    return _ARGUMENT.sub(lambda match: " ".join(filter(None, (_OPTIONS[match[1]], match[2]))), text)
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

@@ -92,16 +92,34 @@ def _source_date() -> float | None:
     return float(text) if text else None
 
 
+def _version(path: str) -> tuple[int, int] | None:
+    """Changes when the file is replaced."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
 def run_build(args: argparse.Namespace) -> int:
     """Runs the subcommand; returns the exit code.
 
     Raises:
         KiteError: see `kitelib.cli.main` for what becomes of it.
     """
-    from kitelib.engine.bundle_prompts import read_prompts
+    from kitelib.engine.bundle_prompts import read_prompts, unmarked_parts
+    from kitelib.upcycle.bundle.replacing import target_of
 
     # Everything that can be refused is refused before the model is loaded, which may take long.
     prompts = read_prompts(args.prompts)
+    target_of(args.output)
+    for prompt in prompts:
+        if names := unmarked_parts(prompt):
+            print(
+                f"{prompt.source}: {{{{{clip(names[0], 40)}}}}} is taken as it stands; to have it mark what varies, give the "
+                "prompt as a template",
+                file=sys.stderr,
+            )
     options = {
         "completions": args.completions,
         "compression": args.compress,
@@ -116,8 +134,14 @@ def run_build(args: argparse.Namespace) -> int:
     progress = LoadProgress(sys.stderr, enabled=is_terminal(sys.stderr))
     model = resolve_model(args.model)
     opening = open_bundle_engine(args, model, progress, numerics=args.numerics, hmac_key=options["hmac_key"])
-    begun = time.monotonic()
-    summary, notes = anyio.run(_build, opening, progress, prompts, args.output, options)
+    begun, before = time.monotonic(), _version(args.output)
+    try:
+        summary, notes = anyio.run(_build, opening, progress, prompts, args.output, options)
+    except KeyboardInterrupt:
+        written = _version(args.output) != before
+        raise KeyboardInterrupt(
+            "stopped; " + ("it was written already" if written else "nothing was written")
+        ) from None
     seconds = time.monotonic() - begun
     if args.json:
         print(json.dumps({**summary_fields(summary), "prompts": len(prompts), "seconds": round(seconds, 3)}))

@@ -16,14 +16,18 @@ from kitelib.cli.bundle_options import (
     trusted_keys_of,
 )
 from kitelib.errors import ConfigError
+from kitelib.upcycle.bundle import Bundle
 from kitelib.upcycle.bundle.editing import merge_bundles, sign_bundle
-from kitelib.upcycle.bundle.signing import new_key
+from kitelib.upcycle.bundle.signing import new_key, public_key_of
 
 __all__ = ["run_keygen", "run_merge", "run_sign"]
 
 
 def run_keygen(args: argparse.Namespace) -> int:
     """Runs the subcommand; returns the exit code. The public key alone is on standard output, so that it can be kept."""
+    if args.public:
+        print(public_key_of(args.key))
+        return 0
     pem, public_key = new_key()
     try:
         # Created with its mode, not changed to it: nobody can open it in between.
@@ -62,6 +66,7 @@ def run_merge(args: argparse.Namespace) -> int:
     """
     if len(args.files) < 2:
         raise ConfigError(f"merge takes two or more bundles, and {args.files[0]!r} is the only one")
+    signed = args.sign_key is None and any(_is_signed(file) for file in args.files)  # before one of them is replaced
     progress, moved = percent_progress("Writing")
     try:
         summary = merge_bundles(
@@ -78,4 +83,14 @@ def run_merge(args: argparse.Namespace) -> int:
     finally:
         progress.clear()
     print(json.dumps(summary_fields(summary)) if args.json else summary_text(summary))
+    if signed:
+        print(
+            f"Parts were signed, and {args.output} is not: sign it with `kite bundle sign`, or give --sign-key.",
+            file=sys.stderr,
+        )
     return 0
+
+
+def _is_signed(path: str) -> bool:
+    with Bundle.open(path) as bundle:
+        return bundle.signed_by is not None

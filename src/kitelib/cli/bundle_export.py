@@ -214,6 +214,7 @@ def _json(view: PoolView, summary: ExportSummary) -> dict[str, Any]:
         "leaves": summary.leaves,
         "lost": summary.lost,
         "refused": summary.refused,
+        "unknown_namespaces": list(summary.unknown),
     }
 
 
@@ -223,6 +224,9 @@ def _text(view: PoolView, summary: ExportSummary) -> str:
         f"{'model':<10} {view.model}, epoch {view.epoch}",
         f"{'hits':<10} at least {summary.fewest_hits:,} per block; requests ended in {counted(summary.leaves, 'block')}",
     ]
+    if summary.unknown:
+        names = ", ".join(repr(clip(name, 60)) for name in summary.unknown[:20])
+        lines.append(f"{'unknown':<10} namespaces without a unit in the pool, with this namespace secret: {names}")
     if summary.lost:
         lines.append(f"{'lost':<10} {counted(summary.lost, 'such block')} whose units are not in the pool any more")
     if summary.refused:

@@ -159,6 +159,14 @@ def summary_fields(summary: BundleSummary) -> dict[str, object]:
     return {**fields, "units": dict(summary.units)}
 
 
+def _numerics_text(numerics: str) -> str:
+    if numerics == "standard":
+        return "standard: for any machine, in engines opened with ReusePolicy(numerics='standard')"
+    if numerics == "bitwise":
+        return "bitwise: only for machines and options exactly like those of the engines that computed the units"
+    return clip(numerics, 80)
+
+
 def summary_text(summary: BundleSummary) -> str:
     """What was written, for people: a line per fact."""
     share = summary.num_bytes / summary.data_bytes if summary.data_bytes else 1.0
@@ -168,6 +176,7 @@ def summary_text(summary: BundleSummary) -> str:
         f"{share:.0%} of the units' own {format_bytes(summary.data_bytes)}",
         "units": ", ".join(f"{count:,} {kind}" for kind, count in sorted(summary.units.items())) or "none",
         "tokens": f"{summary.tokens:,} tokens of KV",
+        "numerics": _numerics_text(summary.numerics),
         "left out": f"{counted(summary.left_out, 'unit')} that did not fit" if summary.left_out else "nothing",
         "signed by": summary.signer or "nobody",
         "digest": summary.digest,

@@ -187,6 +187,7 @@ def _facts(bundle: Bundle) -> str:
         "epoch": str(manifest.epoch),
         "digest": bundle.digest,
         "signature": _signature(bundle),
+        "serves": _served(manifest),
         "model": clip(model.name, _TEXT_WIDTH) or "-",
         "layout": clip(model.layout, _TEXT_WIDTH),
         "block": f"{counted(model.block_tokens, 'token')}, {format_bytes(model.block_bytes)}; "
@@ -195,6 +196,13 @@ def _facts(bundle: Bundle) -> str:
     }
     lines = "\n".join(f"{name:<10} {text}" for name, text in facts.items())
     return f"{lines}\n{_listed(model.state_parts)}" if model.state_parts else lines
+
+
+def _served(manifest: Manifest) -> str:
+    names = [root.namespace for root in manifest.roots]
+    known = ["no namespace"] * (None in names) + sorted({clip(name, _NAME_WIDTH) for name in names if name is not None})
+    more = f" and {len(known) - _MAX_LISTED:,} more" if len(known) > _MAX_LISTED else ""
+    return "requests of " + ", ".join(known[:_MAX_LISTED]) + more if known else "nobody"
 
 
 def _signature(bundle: Bundle) -> str:

@@ -38,7 +38,7 @@ def add_verify_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="MODEL",
         help="restore every prompt of the bundle with this model, compute it cold as well, and compare tokens, KV and "
-        "logits; takes as long as computing all prompts",
+        "logits; takes longer than the build did",
     )
     parser.add_argument("--require-signature", action="store_true", help="the bundle must be signed by a --trusted-key")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")

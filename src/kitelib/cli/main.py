@@ -63,8 +63,8 @@ def run_command_line(parser: argparse.ArgumentParser, argv: Sequence[str] | None
     try:
         code: int = args.execute(args)
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"\n{parser.prog}: {error}" if str(error) else "", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception as error:
         found = _expected_error(error)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +101,14 @@ def add_engine_options(parser: argparse.ArgumentParser, *, disk_default: str = "
         metavar="TYPE",
         help="bfloat16, float16 or float32, for model folders (default: auto)",
     )
+    group.add_argument(
+        "--bundle",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="preload a bundle (see kite bundle); may be repeated. One that was built without --numerics bitwise needs "
+        "--numerics standard here",
+    )
     add_pool_options(parser, disk_default=disk_default)
 
 
@@ -133,13 +141,15 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def open_engine(
+@contextlib.asynccontextmanager
+async def open_engine(
     args: argparse.Namespace, path: str, progress: Progress, pool: KiteConfig | PoolConfig
-) -> AbstractAsyncContextManager[KiteEngine]:
-    """The engine for `path`, not yet loaded; entering it loads the model. `pool` is what `pool_choice` gave."""
+) -> AsyncIterator[KiteEngine]:
+    """The engine for `path`, not yet loaded; entering it loads the model and the bundles. `pool` is what `pool_choice`
+    gave."""
     from kitelib import KiteEngine
 
-    return KiteEngine.open(
+    opening = KiteEngine.open(
         path,
         threads=args.threads,
         n_ctx=args.ctx,
@@ -150,6 +160,10 @@ def open_engine(
         config=pool if isinstance(pool, KiteConfig) else None,
         progress=progress,
     )
+    async with opening as engine:
+        for bundle in args.bundle:
+            await engine.preload(bundle)
+        yield engine
 
 
 def engine_notes(engine: KiteEngine) -> list[str]:

@@ -15,7 +15,7 @@ from kitelib.abc import Message
 from kitelib.engine.bundle_templates import marked_parts
 from kitelib.errors import InvalidRequestError
 
-__all__ = ["BundlePrompt", "as_bundle_prompt", "read_prompts"]
+__all__ = ["BundlePrompt", "as_bundle_prompt", "read_prompts", "unmarked_parts"]
 
 _SOURCES: Final = ("prompt", "messages", "template")
 _OPTIONS: Final = ("tools", "hits", "completion", "adapter")
@@ -82,13 +82,16 @@ class BundlePrompt:
 
 
 def as_bundle_prompt(value: Any) -> BundlePrompt:
-    """A prompt in any form that callers have: a `BundlePrompt`, a text, token ids, or a list of messages.
+    """A prompt in any form that callers have: a `BundlePrompt`, a text, token ids, a list of messages, or a mapping with
+    the keys that an object in a file of prompts has (`read_prompts`).
 
     Raises:
-        InvalidRequestError: it is none of those.
+        InvalidRequestError: it is none of those, or a key is wrong.
     """
     if isinstance(value, BundlePrompt):
         return value
+    if isinstance(value, Mapping):
+        return _prompt_of(dict(value), "")
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) > 0:
         if isinstance(value[0], Mapping):
             return BundlePrompt(messages=value)
@@ -96,8 +99,20 @@ def as_bundle_prompt(value: Any) -> BundlePrompt:
     if isinstance(value, str):
         return BundlePrompt(prompt=value)
     raise InvalidRequestError(
-        f"a prompt of a bundle is {_shown(value)}; give a text, token ids, a list of messages, or a BundlePrompt"
+        f"a prompt of a bundle is {_shown(value)}; give a text, token ids, a list of messages, a BundlePrompt, or a dict "
+        "with the keys of one"
     )
+
+
+def unmarked_parts(prompt: BundlePrompt) -> list[str]:
+    """Names in double braces that are part of a prompt as they stand, since it is no template: maybe by mistake."""
+    value = prompt.messages if prompt.prompt is None else prompt.prompt
+    if prompt.varying or (prompt.prompt is not None and not isinstance(prompt.prompt, str)):
+        return []
+    try:
+        return marked_parts(value)
+    except InvalidRequestError:  # braces of some other language
+        return []
 
 
 def read_prompts(path: str | os.PathLike[str]) -> list[BundlePrompt]:

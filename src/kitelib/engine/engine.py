@@ -303,7 +303,7 @@ class KiteEngine(Lifetime):
         *,
         pin: bool = True,
         require_signature: bool = False,
-        trusted_keys: Sequence[str | bytes] = (),
+        trusted_keys: str | bytes | Sequence[str | bytes] = (),
         accept_stale: bool = False,
         not_before: float | None = None,
     ) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -67,7 +68,7 @@ class Preloader:
         *,
         pin: bool,
         require_signature: bool,
-        trusted_keys: Sequence[str | bytes],
+        trusted_keys: str | bytes | Sequence[str | bytes],
         accept_stale: bool,
         not_before: float | None,
     ) -> dict[str, Any]:
@@ -164,8 +165,8 @@ def _check_age(bundle: Bundle, epoch: int, not_before: float | None, accept_stal
     manifest = bundle.manifest
     if not_before is not None and manifest.created_at < not_before:
         raise BundleMismatchError(
-            f"the bundle {bundle.path!r} was made at {manifest.created_at:.0f} (seconds since 1970), before the "
-            f"{not_before:.0f} that is asked for: an older one in the place of a newer; get the newer one",
+            f"the bundle {bundle.path!r} was made at {_utc(manifest.created_at)}, before {_utc(not_before)}, which is asked "
+            "for: an older one in the place of a newer; get the newer one",
             {"created_at": (str(manifest.created_at), str(not_before))},
         )
     if manifest.epoch < epoch:
@@ -176,6 +177,13 @@ def _check_age(bundle: Bundle, epoch: int, not_before: float | None, accept_stal
             f"{epoch}); make it again with this epoch, or {remedy} if what it holds is still right",
             {"epoch": (str(manifest.epoch), str(epoch))},
         )
+
+
+def _utc(time_s: float) -> str:
+    try:
+        return f"{datetime.datetime.fromtimestamp(time_s, datetime.timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+    except (OverflowError, ValueError, OSError):  # a year that there is not
+        return f"{time_s:.0f} s after 1970"
 
 
 def _reader(

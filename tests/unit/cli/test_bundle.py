@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
+from kitelib.cli.bundle import _with_options
 from kitelib.cli.bundle_options import (
     add_trust_options,
     add_write_options,
@@ -190,3 +191,25 @@ def test_a_summary_is_a_line_per_fact() -> None:
     assert lines["units"] == "1,200 kv, 1 logits"
     assert lines["left"] == "out   3 units that did not fit"
     assert lines["digest"] == "d" * 64
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("no unit fits into max_bytes=100", "no unit fits into --max-bytes 100"),
+        ("the most is 22: lower min_hits, or look", "the most is 22: lower --min-hits, or look"),
+        ("require_signature needs trusted_keys: the", "--require-signature needs --trusted-key: the"),
+        ("is hmac_key that of the pool?", "is --hmac-key-file that of the pool?"),
+        ("'max_bytes' /a/max_bytes PoolConfig(hmac_key=) PoolConfig.hmac_key", None),
+    ],
+)
+def test_errors_name_the_options_of_the_command(text: str, shown: str | None) -> None:
+    assert _with_options(text) == (shown or text)
+
+
+def test_an_error_of_a_command_is_told_with_its_options(
+    kite_here: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    code, out, err = kite_here("bundle", "verify", tmp_path / "none.kite", "--require-signature")
+    assert (code, out) == (2, "")
+    assert "--require-signature needs --trusted-key: the Ed25519 public keys" in err

@@ -49,6 +49,7 @@ def test_a_bundle_and_its_summary(build: Callable[..., Any]) -> None:
         assert bundle.digest in out
     assert out.startswith("prompts    2 prompts, in ")
     assert "2 completion, 8 kv, 2 logits" in out
+    assert "numerics   standard: for any machine, in engines opened with ReusePolicy(numerics='standard')" in out
     assert f"kite bundle verify {path} --model " in out
     assert f"await engine.preload('{path}')" in out
     assert "ReusePolicy(numerics='standard', completions=True)" in out
@@ -59,6 +60,7 @@ def test_the_same_as_json(build: Callable[..., Any]) -> None:
     found = json.loads(out)
     assert (code, found["prompts"], found["units"], found["path"]) == (0, 1, {"kv": 5, "logits": 1}, str(path))
     assert (found["num_bytes"], found["left_out"], found["signer"]) == (path.stat().st_size, 0, None)
+    assert found["numerics"] == "bitwise"
     with Bundle.open(path) as bundle:
         assert bundle.manifest.epoch == 3
         assert bundle.manifest.roots[0].execution_path["numerics"] == "bitwise"
@@ -118,6 +120,32 @@ def test_mistakes_end_it_with_code_2(
     code, out, err, path = build(lines, *options)
     assert (code, out) == (2, "")
     assert message in err
+    assert not path.exists()
+
+
+def test_a_model_that_is_named_as_the_target_stays(build: Callable[..., Any], kit: BackendKit, tmp_path: Path) -> None:
+    (tmp_path / "precious.gguf").write_bytes(b"GGUF" + bytes(100))
+    code, out, err, path = build([[1, 2]], "-o", tmp_path / "precious.gguf")
+    assert (code, out) == (2, "")
+    assert "precious.gguf' exists and is no bundle; give another name, or remove it" in err
+    assert (tmp_path / "precious.gguf").read_bytes() == b"GGUF" + bytes(100)
+    assert not path.exists()
+
+
+def test_marks_in_what_is_no_template_are_pointed_out(
+    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a build that is stopped says that there is no file."""
+
+    async def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kitelib.cli.bundle_build._build", stop)
+    code, out, err, path = build([[1, 2], {"prompt": "Today is {{date}}."}])
+    assert (code, out) == (130, "")
+    assert "line 2: {{date}} is taken as it stands; to have it mark what varies, give the prompt as a template\n" in err
+    assert "line 1" not in err
+    assert err.endswith("\nkite: stopped; nothing was written\n")
     assert not path.exists()
 
 

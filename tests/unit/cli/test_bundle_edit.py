@@ -74,6 +74,18 @@ def test_keygen_overwrites_nothing(kite_here: Run, key: tuple[Path, str]) -> Non
     assert key[0].read_bytes() == before
 
 
+def test_keygen_shows_the_public_key_of_a_key_that_is_there(
+    kite_here: Run, key: tuple[Path, str], tmp_path: Path
+) -> None:
+    before = key[0].read_bytes()
+    assert kite_here("bundle", "keygen", "--public", key[0]) == (0, f"{key[1]}\n", "")
+    assert key[0].read_bytes() == before
+    code, out, err = kite_here("bundle", "keygen", "--public", tmp_path / "none.pem")
+    assert (code, out) == (2, "")
+    assert "none.pem' can't be read: No such file" in err
+    assert not (tmp_path / "none.pem").exists()
+
+
 def test_keygen_follows_no_link(kite_here: Run, tmp_path: Path) -> None:
     """A link that somebody has laid where the key goes does not move it to a place that others read."""
     (tmp_path / "link.pem").symlink_to(tmp_path / "elsewhere")
@@ -199,6 +211,20 @@ def test_merge_has_the_units_of_all_each_once(kite_here: Run, bundle: Path, othe
         hits = {unit.cf: unit.hits for unit in merged.units}
         assert max(hits.values()) == 14  # the tenant's block, 7 in each
     assert "2 logits" in said
+
+
+def test_that_a_merge_loses_signatures_is_said(
+    kite_here: Run, bundle: Path, other: Path, key: tuple[Path, str]
+) -> None:
+    assert kite_here("bundle", "sign", other, "--key", key[0])[0] == 0
+    merge = ["bundle", "merge", bundle, other, "-o", other]
+    code, out, err = kite_here(*merge, "--sign-key", key[0])
+    assert (code, err) == (0, "")
+    assert f"signed by  {key[1]}" in out
+    code, out, err = kite_here(*merge)
+    assert code == 0
+    assert "signed by  nobody" in out
+    assert err == f"Parts were signed, and {other} is not: sign it with `kite bundle sign`, or give --sign-key.\n"
 
 
 def test_merge_as_json(kite_here: Run, bundle: Path, other: Path) -> None:

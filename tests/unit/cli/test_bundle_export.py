@@ -151,6 +151,16 @@ def test_tenants_with_their_own_keys(export: Run, tmp_path: Path) -> None:
     assert "none in the namespaces that were asked for" in errors
 
 
+def test_a_namespace_that_nobody_has_is_named(export: Run, tmp_path: Path) -> None:
+    fill(disk_at(tmp_path / "pool"))
+    code, out, _ = export("--from-pool", tmp_path / "pool", "--namespace", "nobody")
+    assert code == 0
+    assert "unknown    namespaces without a unit in the pool, with this namespace secret: 'nobody'" in out
+    _, out, _ = export("--from-pool", tmp_path / "pool", "--namespace", "nobody", "--json")
+    assert json.loads(out)["unknown_namespaces"] == ["nobody"]
+    assert "unknown" not in export("--from-pool", tmp_path / "pool")[1]
+
+
 def test_a_configuration_file_brings_its_keys(export: Run, tmp_path: Path) -> None:
     fill(disk_at(tmp_path / "pool"))
     (tmp_path / "kite.yaml").write_text(f"ru_pool: {{backend: disk, disk_path: {tmp_path / 'pool'}}}\n")
@@ -202,7 +212,7 @@ def test_errors_say_what_to_do(export: Run, tmp_path: Path) -> None:
     fill(disk_at(tmp_path / "pool"))
     code, _, errors = export("--from-pool", tmp_path / "pool", "--min-hits", 1000)
     assert code == 2
-    assert "no unit has 1000 hits; the most is 150: lower min_hits" in errors
+    assert "no unit has 1000 hits; the most is 150: lower --min-hits" in errors
 
     code, _, errors = export("--from-pool", tmp_path / "pool", "--disk", tmp_path / "pool")
     assert code == 2

@@ -294,3 +294,7 @@ def test_diff_of_hostile_files_steers_no_terminal(kite_here: Run, tmp_path: Path
     assert all(character.isprintable() or character == "\n" for character in out)
     assert max(map(len, out.splitlines())) < 400
     assert len(out.splitlines()) < 80
+
+
+def test_inspect_says_whose_requests_it_serves(kite_here: Run, bundle: Path) -> None:
+    assert "serves     requests of no namespace, tenant\n" in kite_here("bundle", "inspect", bundle)[1]

@@ -135,7 +135,7 @@ def test_signatures_and_hmac(kite_bundle: Run, built: Callable[..., Path], tmp_p
         assert (code, out) == (1, ""), err
     code, _, err = kite_bundle("verify", signed, "--require-signature")
     assert code == 2
-    assert "trusted_keys" in err
+    assert "--require-signature needs --trusted-key" in err
     unsigned = built(PROMPTS)
     code, _, err = kite_bundle("verify", unsigned, "--trusted-key", public)
     assert code == 1

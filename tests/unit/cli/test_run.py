@@ -78,3 +78,18 @@ def test_damaged_model_file(kite, tmp_path):
     assert done.stderr.startswith("kite: ")
     assert "damaged.gguf" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_bundle_answers_the_first_request(kite, tmp_path):
+    bundle, prompts = tmp_path / "a.kite", tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "Name a colour."}]}))
+    built = kite("bundle", "build", "smollm2", "--prompts", str(prompts), "-o", str(bundle), "--threads", "1")
+    assert built.returncode == 0, built.stderr
+    command = ("run", "smollm2", "Name a colour.", *QUICK, "--json-stats", "--bundle", str(bundle))
+    done = kite(*command, "--numerics", "standard")
+    assert done.returncode == 0, done.stderr
+    stats = json.loads(done.stderr)
+    assert stats["reuse"]["tiers"] == {"bundle": stats["usage"]["prompt_tokens"]}
+    other = kite(*command)
+    assert other.returncode == 1
+    assert "numerics" in other.stderr

@@ -177,3 +177,14 @@ def test_another_fleets_bundle_is_not_loaded(built: Path, smollm2: Path, tmp_pat
     done = drive([*command_of(smollm2, built), "--trusted-key", str(key)], [])
     assert "[not loaded: " in done.stdout
     assert "none of the 1 trusted keys" in done.stdout
+
+
+def test_without_a_bundle_a_measurement_ends_with_one_sentence(smollm2: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, *command_of(smollm2, tmp_path, "--measure", 1)],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(
+        "nothing was measured, since there is no bundle to measure with: .*fleet.pub'", done.stderr.strip()
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kitelib.engine.bundle_prompts import BundlePrompt, as_bundle_prompt, read_prompts
+from kitelib.engine.bundle_prompts import BundlePrompt, as_bundle_prompt, read_prompts, unmarked_parts
 from kitelib.errors import InvalidRequestError
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
@@ -134,10 +134,21 @@ def test_forms_in_code() -> None:
     assert as_bundle_prompt(CHAT) == BundlePrompt(messages=CHAT)
     given = BundlePrompt(prompt="x", hits=2)
     assert as_bundle_prompt(given) is given
-    for wrong in (7, None, b"bytes", [], {"prompt": "x"}):
+    line = {"template": "Answer {{question}}", "hits": 3}
+    assert as_bundle_prompt(line) == BundlePrompt(prompt="Answer {{question}}", varying=True, hits=3)
+    for wrong in (7, None, b"bytes", [], {"role": "user", "content": "x"}, {"prompt": "x", "template": "y"}):
         with pytest.raises(InvalidRequestError):
             as_bundle_prompt(wrong)
     with pytest.raises(InvalidRequestError, match="exactly one of prompt and messages"):
         BundlePrompt()
     with pytest.raises(InvalidRequestError, match="token ids can't be marked"):
         BundlePrompt(prompt=[1, 2], varying=True)
+
+
+def test_marks_in_a_prompt_that_is_no_template_are_found() -> None:
+    chat = [{"role": "user", "content": "What is {{ topic }} in {{place}}?"}]
+    assert unmarked_parts(BundlePrompt(prompt="Hello {{name}}")) == ["name"]
+    assert unmarked_parts(BundlePrompt(messages=chat)) == ["topic", "place"]
+    for fine in ("{{{{name}}}}", "{name}", "{{ 1 + 2 }}", [1, 2]):
+        assert unmarked_parts(BundlePrompt(prompt=fine)) == []
+    assert unmarked_parts(BundlePrompt(prompt="Hello {{name}}", varying=True)) == []

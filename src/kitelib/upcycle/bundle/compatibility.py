@@ -28,6 +28,12 @@ _TO_STANDARD: Final = (
     "build the bundle with numerics='standard' and open the engine with ReusePolicy(numerics='standard'), so that "
     "neither depends on the machine"
 )
+_NUMERICS: Final[Mapping[str, str]] = {
+    "standard": "open the engine with ReusePolicy(numerics='standard')",
+    "bitwise": "open the engine with ReusePolicy(numerics='bitwise') if this is the same kind of machine, or build the "
+    "bundle again with numerics='standard'",
+}
+_FROM_THREADS: Final = frozenset({"rows", "threads"})
 _ANOTHER_MODEL: Final = "it is another model or another quantization: build a bundle with the model that runs here"
 _SAME_OPTIONS: Final = "build the bundle with an engine that is opened as this one"
 _SAME_DTYPE: Final = "open the engine with the dtype that the bundle was built with"
@@ -112,24 +118,35 @@ def mismatch_message(path: str | os.PathLike[str], differences: Mapping[str, tup
         path: the bundle's.
         differences: not empty; from `check_identity`, `check_roots` or both.
     """
-    other_numerics = "numerics" in differences
-    # With other numerics come other attention, layout and library; the one remedy makes all of them alike.
-    remedies = (
-        _REMEDIES.get(name, _SAME_OPTIONS).format(pair[0][:_MAX_CHARS])
-        for name, pair in sorted(differences.items(), key=lambda item: item[0] != "numerics")
-        if not other_numerics or name == "numerics" or name not in _FROM_NUMERICS
+    remedies = dict(_REMEDIES)
+    follows: frozenset[str] = frozenset()
+    if "numerics" in differences:
+        # With other numerics come other attention, layout and library; the one remedy makes all of them alike.
+        remedies["numerics"] = _NUMERICS.get(differences["numerics"][0], _TO_STANDARD)
+        follows = _FROM_NUMERICS - {"numerics"}
+    elif "threads" in differences and differences.keys() & _BITWISE <= _FROM_THREADS:
+        remedies |= dict.fromkeys(_FROM_THREADS, "open the engine with threads=" + _cut(differences["threads"][0]))
+    found = (
+        remedies.get(name, _SAME_OPTIONS).format(pair[0][:_MAX_CHARS])
+        for name, pair in _numerics_first(differences).items()
+        if name not in follows
     )
     what = differences_text(differences, "here")
-    return f"the bundle {os.fspath(path)!r} was made for something else: {what}; {_list(remedies, '; ')}"
+    return f"the bundle {os.fspath(path)!r} was made for something else: {what}; {_list(found, '; ')}"
 
 
 def differences_text(differences: Mapping[str, tuple[str, str]], where: str) -> str:
     """Every field that differs with both values, for a message; `where` says where the second ones are from."""
     fields = []
-    for name, pair in differences.items():
+    for name, pair in _numerics_first(differences).items():
         first, second = _shown(*pair)
         fields.append(f"{name if _NAME.fullmatch(name) else _cut(name)} is {first} in the bundle and {second} {where}")
     return _list(fields, ", ")
+
+
+def _numerics_first(differences: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    """Other numerics are the reason for most of what differs besides."""
+    return dict(sorted(differences.items(), key=lambda item: item[0] != "numerics"))
 
 
 def _root_differences(

@@ -153,13 +153,16 @@ def read_header(file: int, *, max_header_bytes: int = MAX_HEADER_BYTES) -> Heade
     num_bytes = os.fstat(file).st_size
     head = _read_exactly(file, 0, _LENGTH.size)
     (header_bytes,) = _LENGTH.unpack(head)
+    # First, since the length that a file of another kind seems to state says nothing to anybody.
+    if num_bytes > _LENGTH.size and _read_exactly(file, _LENGTH.size, 1) != b"{":
+        raise FormatError("it is no bundle, but a file of another kind: its header does not begin with '{'")
     if header_bytes > max_header_bytes:
         raise FormatError(f"the header says that it has {header_bytes} bytes; at most {max_header_bytes} are read")
     data_start = _LENGTH.size + header_bytes
     if data_start > num_bytes:
         raise FormatError(f"the file has {num_bytes} bytes, its header alone says {data_start}")
-    if header_bytes == 0 or _read_exactly(file, _LENGTH.size, 1) != b"{":
-        raise FormatError("it is no safetensors file: the header does not begin with '{'")
+    if header_bytes == 0:
+        raise FormatError("it is no bundle: its header is empty, and does not begin with '{'")
     tensors, metadata = {}, None
     pieces = read_chunks(file, _LENGTH.size, data_start)
     for name, plain in strict_json.members(pieces, header_bytes, "the header", large=_METADATA):

@@ -13,7 +13,7 @@ from kitelib.upcycle.bundle.compatibility import differences_text, identity_diff
 from kitelib.upcycle.bundle.container import SIGNATURE_KEY, read_chunks, read_header, seal_message, write_file
 from kitelib.upcycle.bundle.manifest import BundleRoot, BundleUnit, Manifest
 from kitelib.upcycle.bundle.reader import Bundle
-from kitelib.upcycle.bundle.replacing import target_of
+from kitelib.upcycle.bundle.replacing import reason, target_of
 from kitelib.upcycle.bundle.signing import public_key_of, sign_message
 from kitelib.upcycle.bundle.writer import BundleSummary, BundleWriter
 
@@ -102,7 +102,7 @@ def sign_bundle(
         except FormatError as error:
             raise BundleError(f"the bundle {bundle.path!r} can't be signed: {error}") from error
         except OSError as error:
-            raise ConfigError(f"the bundle {os.fsdecode(target)!r} can't be written: {error}") from error
+            raise ConfigError(f"the bundle {os.fsdecode(target)!r} can't be written: {reason(error)}") from error
     return signer
 
 
@@ -207,6 +207,7 @@ def _check_same_model(bundles: Sequence[Bundle]) -> None:
     first, *others = bundles
     for other in others:
         if differences := identity_differences(other.manifest.model, first.manifest.model):
+            differences = _numerics_differences(other.manifest, first.manifest) | differences
             what = differences_text(differences, f"in {first.path!r}")
             raise BundleMismatchError(
                 f"the bundle {other.path!r} can't be merged: {what}; merge bundles of one model, KV layout and block size",
@@ -230,8 +231,13 @@ def _add_units(writer: BundleWriter, bundle: Bundle, roots: dict[bytes, BundleRo
             raise BundleError(f"the bundle {bundle.path!r} can't be merged: {error}") from error
 
 
+def _numerics_differences(first: Manifest, second: Manifest) -> dict[str, tuple[str, str]]:
+    """Of what comes with other numerics, such as another layout, they are the reason."""
+    return {"numerics": (first.numerics, second.numerics)} if first.numerics != second.numerics else {}
+
+
 def _manifest_differences(first: Manifest, second: Manifest) -> dict[str, tuple[str, str]]:
-    found = identity_differences(first.model, second.model)
+    found = _numerics_differences(first, second) | identity_differences(first.model, second.model)
     if first.model.name != second.model.name:
         found["name"] = (first.model.name, second.model.name)
     for name in ("version", "tool", "created_at", "epoch"):

@@ -42,6 +42,7 @@ class ExportSummary:
         leaves: different blocks that requests used last, as far as the ledger tells.
         lost: those of them that are not in the pool any more, or lack a block before them.
         refused: units that were chosen, but failed a check, and those that go on from them.
+        unknown: namespaces that were asked for and have no units in the pool under this `namespace_secret`.
     """
 
     bundle: BundleSummary
@@ -49,6 +50,7 @@ class ExportSummary:
     leaves: int
     lost: int
     refused: int
+    unknown: tuple[str, ...] = ()
 
 
 class LivePool(Protocol):
@@ -104,7 +106,8 @@ async def export_units(
     labels: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> ExportSummary:
-    """Writes the KV of the blocks that requests used most to a bundle, with what those prompts ended in.
+    """Writes the KV of the blocks that requests used most to a bundle, with what those prompts ended in. The units have
+    the numerics of the engines that computed them.
 
     A block counts a hit for every request that used it or a block after it, so a block's ancestors have at least as
     many, are among the `top` before it, and are always in the bundle with it. A unit that is damaged, void, lossy
@@ -164,7 +167,9 @@ async def export_units(
         )
     finally:
         await to_the_end(writer.abandon)  # giving gigabytes back takes its time
-    return ExportSummary(bundle, copier.fewest_hits, tree.leaves, tree.lost, len(chosen) - copier.added)
+    known = {root.namespace for root in roots.values()}
+    unknown = tuple(name for name in dict.fromkeys(namespaces) if name is not None and name not in known)
+    return ExportSummary(bundle, copier.fewest_hits, tree.leaves, tree.lost, len(chosen) - copier.added, unknown)
 
 
 def _check(name: str, number: Any, highest: int = 10**9) -> None:

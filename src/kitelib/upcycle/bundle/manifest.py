@@ -128,3 +128,8 @@ class Manifest:
     roots: tuple[BundleRoot, ...]
     units: tuple[BundleUnit, ...]
     labels: Mapping[str, str]
+
+    @property
+    def numerics(self) -> str:
+        """Those of its units: "standard", "bitwise", or whatever its roots say, in one text."""
+        return ", ".join(sorted({str(root.execution_path.get("numerics", "none")) for root in self.roots})) or "none"

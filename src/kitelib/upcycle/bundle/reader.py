@@ -25,6 +25,7 @@ from kitelib.upcycle.bundle.container import (
 )
 from kitelib.upcycle.bundle.manifest import BundleUnit, Manifest
 from kitelib.upcycle.bundle.manifest_json import manifest_of
+from kitelib.upcycle.bundle.replacing import reason
 from kitelib.upcycle.codec import codec_named
 from kitelib.upcycle.unit import Expectation, RecyclableUnit, check_data_bytes
 
@@ -73,7 +74,7 @@ class Bundle:
         path: str | os.PathLike[str],
         *,
         require_signature: bool = False,
-        trusted_keys: Sequence[str | bytes] = (),
+        trusted_keys: Sequence[str | bytes] | str | bytes = (),
         hmac_key: bytes | None = None,
         max_header_bytes: int = MAX_HEADER_BYTES,
     ) -> Bundle:
@@ -83,7 +84,7 @@ class Bundle:
             path: the file.
             require_signature: refuse a bundle that none of `trusted_keys` has signed.
             trusted_keys: Ed25519 public keys: 64 hexadecimal digits, 32 bytes, or PEM text. With keys, a signature that
-                is there must be valid and of one of them.
+                is there must be valid and of one of them. A single text or bytes object is one key.
             hmac_key: `PoolConfig.hmac_key`: the bundle must carry a valid HMAC under it, or a trusted signature.
             max_header_bytes: longest header that is read; opening takes up to 16 times as much memory.
 
@@ -95,6 +96,7 @@ class Bundle:
             ConfigError: `require_signature` without `trusted_keys`, or a key that is none.
         """
         name = os.fsdecode(path)
+        trusted_keys = [trusted_keys] if isinstance(trusted_keys, (str, bytes)) else trusted_keys
         if require_signature and not trusted_keys:
             raise ConfigError("require_signature needs trusted_keys: the Ed25519 public keys whose bundles are taken")
         for key in trusted_keys:  # a wrong one is an error whether the bundle is signed or not
@@ -104,7 +106,7 @@ class Bundle:
         except (FileNotFoundError, NotADirectoryError) as error:
             raise BundleNotFoundError(f"there is no bundle {name!r}") from error
         except (OSError, ValueError, FormatError) as error:  # ValueError: a zero byte in the path
-            raise BundleError(f"the bundle {name!r} can't be opened: {error}") from error
+            raise BundleError(f"the bundle {name!r} can't be opened: {reason(error)}") from error
         try:
             header = read_header(file.file, max_header_bytes=max_header_bytes)
             bundle = cls(name, file, header, manifest_of(header))
@@ -115,7 +117,7 @@ class Bundle:
             file.close()
             if isinstance(error, BundleError) or not isinstance(error, (FormatError, OSError, MemoryError)):
                 raise
-            why = "there is not enough memory" if isinstance(error, MemoryError) else error
+            why = "there is not enough memory" if isinstance(error, MemoryError) else reason(error)
             raise BundleError(f"the bundle {name!r} can't be used: {why}") from error
         return bundle
 

@@ -11,18 +11,22 @@ from typing import IO, Final
 
 from kitelib.errors import ConfigError
 
-__all__ = ["replaced", "target_of"]
+__all__ = ["reason", "replaced", "target_of"]
 
 _NEW_MODE: Final = 0o644  # less the umask
 _PERMISSIONS: Final = 0o777
 _GROUP: Final = 0o070
+_LENGTH_BYTES: Final = 8
+_MOST_HEADER_BYTES: Final = 2**24  # that are looked through for the name of a bundle's metadata
+_MARK: Final = b'"kite.bundle"'
 
 
 def target_of(path: str | os.PathLike[str]) -> str:
     """The file that is to be written, behind all links; it need not exist, its folder must.
 
     Raises:
-        ConfigError: no file can be there, or what is there is no regular file (a device that would be gone, a folder).
+        ConfigError: no file can be there, or what is there is no regular file (a device that would be gone, a folder), or
+            a file that is neither a bundle nor empty: a model or a key that was named by mistake stays.
     """
     name = os.fsdecode(path)
     if not os.path.basename(name) or "\0" in name:
@@ -37,7 +41,26 @@ def target_of(path: str | os.PathLike[str]) -> str:
         raise ConfigError(f"the bundle {name!r} can't be written: {error.strerror}; give another path") from error
     if status is not None and not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"{name!r} is no regular file, so no bundle may take its place; give the path of a file")
+    if status is not None and status.st_size and not _is_bundle(target, name):
+        raise ConfigError(f"{name!r} exists and is no bundle; give another name, or remove it")
     return target
+
+
+def reason(error: BaseException) -> str:
+    """What an error says, without the number and the name that Python adds to those of the system."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _is_bundle(target: str, name: str) -> bool:
+    """Whether a file has the header of a bundle, damaged or not, and whichever tool wrote it."""
+    try:
+        with open(target, "rb") as file:
+            header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            return header_bytes <= _MOST_HEADER_BYTES and _MARK in file.read(header_bytes)
+    except OSError as error:
+        raise ConfigError(
+            f"{name!r} exists and can't be read ({error.strerror}), so it may be no bundle; give another name, or remove it"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -79,7 +79,7 @@ def parse_public_key(key: str | bytes) -> bytes:
         # Not quoted: the message may end up in a log.
         raise ConfigError(
             "a trusted key is a private key; keep it where bundles are signed, and give its public key "
-            "(public_key_of shows it)"
+            "(`kite bundle keygen --public KEY.pem` prints it)"
         )
     if "-----BEGIN " not in text:
         raise ConfigError(f"a trusted key is {_shortened(key)}; {_PUBLIC_KEY_FORMS}")

@@ -28,7 +28,7 @@ from kitelib.upcycle.bundle.manifest_json import (
     unit_entry,
     unit_fault,
 )
-from kitelib.upcycle.bundle.replacing import target_of
+from kitelib.upcycle.bundle.replacing import reason, target_of
 from kitelib.upcycle.bundle.strict_json import dump
 from kitelib.upcycle.codec import ITEM_BYTES, get_codec, is_lossless
 from kitelib.upcycle.unit import Kind, RecyclableUnit
@@ -61,6 +61,7 @@ class BundleSummary:
         tokens: tokens that its KV units cover.
         left_out: units that did not fit `max_bytes`.
         signer: public key that signed it, 64 hexadecimal digits, or None.
+        numerics: those of its units, "standard" or "bitwise".
     """
 
     path: str
@@ -72,6 +73,7 @@ class BundleSummary:
     tokens: int
     left_out: int
     signer: str | None = None
+    numerics: str = "none"
 
 
 class BundleWriter:
@@ -210,7 +212,8 @@ class BundleWriter:
             raise ConfigError(f"the bundle {self._path!r} would be empty: {what}")
         # Widest elements first, so that every tensor is aligned to its elements; else in the order they came.
         units.sort(key=_alignment, reverse=True)
-        metadata, tensors = metadata_of(self._manifest(units)), tensors_of(units)
+        manifest = self._manifest(units)
+        metadata, tensors = metadata_of(manifest), tensors_of(units)
         digest = container.content_digest(metadata, tensors)
         message, signer = container.seal_message(digest), None
         if sign_key is not None:
@@ -223,7 +226,7 @@ class BundleWriter:
                 self._path, metadata, tensors, self._chunks(units), check=_check_readable, progress=progress
             )
         except (OSError, FormatError) as error:
-            raise ConfigError(f"the bundle {self._path!r} can't be written: {error}") from error
+            raise ConfigError(f"the bundle {self._path!r} can't be written: {reason(error)}") from error
         self.abandon()
         return BundleSummary(
             path=self._path,
@@ -235,6 +238,7 @@ class BundleWriter:
             tokens=sum(len(unit.token_ids) for unit in units if unit.kind == "kv"),
             left_out=len(self._units) - len(units),
             signer=signer,
+            numerics=manifest.numerics,
         )
 
     def abandon(self) -> None:
@@ -326,7 +330,7 @@ class BundleWriter:
         try:
             _write_all(self._scratch.fileno(), payload, self._end)
         except OSError as error:
-            raise ConfigError(f"the bundle {self._path!r} can't be written: {error}") from error
+            raise ConfigError(f"the bundle {self._path!r} can't be written: {reason(error)}") from error
         start, self._end = self._end, self._end + len(payload)
         key = store_key(self._model_key, unit.kind, unit.cf)
         self._units[key] = dataclasses.replace(unit, start=start, stop=self._end)

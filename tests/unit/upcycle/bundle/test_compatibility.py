@@ -171,8 +171,7 @@ def test_the_message_is_one_sentence_with_fields_values_and_remedies():
     assert mismatch_message("cockpit.kite", differences) == (
         "the bundle 'cockpit.kite' was made for something else: block_tokens is 32 in the bundle and 16 here, threads "
         "is 8 in the bundle and 4 here, weights is 0202020202020202 in the bundle and 0101010101010101 here; open "
-        "the engine with block_tokens=32; build the bundle with numerics='standard' and open the engine with "
-        "ReusePolicy(numerics='standard'), so that neither depends on the machine; it is another model or another "
+        "the engine with block_tokens=32; open the engine with threads=8; it is another model or another "
         "quantization: build a bundle with the model that runs here"
     )
 
@@ -205,6 +204,32 @@ def test_one_remedy_for_several_fields_is_said_once():
     assert all(f"{name} is" in message for name in ("threads", "library", "system"))
 
 
+@pytest.mark.parametrize(
+    ("there", "here", "remedy"),
+    [
+        ("standard", "bitwise", "; open the engine with ReusePolicy(numerics='standard')"),
+        (
+            "bitwise",
+            "standard",
+            "if this is the same kind of machine, or build the bundle again with numerics='standard'",
+        ),
+    ],
+)
+def test_other_numerics_come_first_and_their_remedy_alone(there, here, remedy):
+    """They are why the rest differs, and who has a standard bundle is not told to build one."""
+    rest = {"layout": ("a", "b"), "threads": ("none", "4"), "library": ("none", "ab" * 32), "attention": ("c", "d")}
+    message = mismatch_message("x.kite", {**rest, "numerics": (there, here)})
+    assert f"something else: numerics is {there} in the bundle and {here} here, layout is" in message
+    assert message.endswith(remedy)
+    assert message.count("; ") == 1
+
+
+def test_another_number_of_threads_alone_is_told_by_its_number():
+    threads = {"rows": ("RowPlan(4)", "RowPlan(8)"), "threads": ("8", "4")}
+    assert mismatch_message("x.kite", threads).endswith("here; open the engine with threads=8")
+    assert "threads=8" not in mismatch_message("x.kite", {**threads, "library": ("a", "b")})
+
+
 def test_long_values_are_cut_where_they_differ():
     system = str(PATH["system"])
     message = mismatch_message("x.kite", {"system": (system.replace("AVX512 = 1", "AVX512 = 0"), system)})
@@ -234,7 +259,7 @@ def test_with_other_numerics_one_remedy_is_enough():
     message = mismatch_message("x.kite", differences)
     remedies = message.rpartition("here; ")[2].split("; ")
     assert [each.split(" and ")[0] for each in remedies] == [
-        "build the bundle with numerics='standard'",
+        "open the engine with ReusePolicy(numerics='standard')",
         "open the engine with block_tokens=16",
     ]
     assert "with this release" in mismatch_message("x.kite", {"layout": differences["layout"]})

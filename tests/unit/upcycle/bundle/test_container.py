@@ -15,6 +15,7 @@ from kitelib.errors import ConfigError, FormatError
 from kitelib.upcycle.bundle import container
 from kitelib.upcycle.bundle.container import MappedFile, Tensor, content_digest, encode_header, read_header, write_file
 from kitelib.upcycle.bundle.strict_json import dump, parse
+from tests.support.bundle_files import OLD_BUNDLE
 from tests.support.bundle_units import raw_file
 
 TENSORS = {
@@ -183,15 +184,15 @@ def test_a_header_may_be_as_long_as_the_caller_says(path):
 
 @pytest.mark.parametrize("chunks", [[DATA[:-1]], [DATA, b"x"], []])
 def test_a_file_with_other_bytes_than_said_is_not_written(path, chunks):
-    path.write_bytes(b"old")
+    path.write_bytes(OLD_BUNDLE)
     with pytest.raises(FormatError, match="bytes were written where the header says"):
         write_file(path, TEXTS, TENSORS, chunks)
     assert [each.name for each in path.parent.iterdir()] == [path.name]
-    assert path.read_bytes() == b"old"
+    assert path.read_bytes() == OLD_BUNDLE
 
 
 def test_an_interrupted_writer_leaves_the_old_file_alone(path):
-    path.write_bytes(b"old")
+    path.write_bytes(OLD_BUNDLE)
 
     def chunks():
         yield DATA[:10]
@@ -207,7 +208,7 @@ def test_an_interrupted_writer_leaves_the_old_file_alone(path):
     with pytest.raises(ConfigError, match="make it first"):
         write_file(path.parent / "missing" / "x.kite", TEXTS, TENSORS, [DATA])
     assert [each.name for each in path.parent.iterdir()] == [path.name]
-    assert path.read_bytes() == b"old"
+    assert path.read_bytes() == OLD_BUNDLE
 
 
 def test_the_mode_honours_the_umask(path):

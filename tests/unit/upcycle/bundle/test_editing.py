@@ -408,3 +408,20 @@ def test_a_bundle_that_can_not_be_used_is_named(tmp_path, key_file):
     path = _make(tmp_path / "a.kite")
     with pytest.raises(BundleError, match=r"signing\.pem"):
         diff_bundles(path, key_file)
+
+
+def test_other_numerics_are_named_by_merge_and_diff(tmp_path):
+    """Another layout comes with them, and would not tell anybody why."""
+    standard = dataclasses.replace(BUNDLE_ROOT, execution_path={"numerics": "standard"}, root=ROOT)
+    bitwise = dataclasses.replace(standard, execution_path={"numerics": "bitwise"})
+    model = dataclasses.replace(IDENTITY, layout="other.kv")
+    unit = dataclasses.replace(kv_unit([1, 2, 3, 4], 0, 4), layout=model.layout)
+    first = _make(tmp_path / "a.kite", root=standard)
+    other = _make(tmp_path / "b.kite", [unit], model=model, root=bitwise)
+    with pytest.raises(
+        BundleMismatchError, match="merged: numerics is bitwise in the bundle and standard in"
+    ) as caught:
+        merge_bundles([first, other], tmp_path / "m.kite")
+    assert list(caught.value.differences) == ["numerics", "layout"]
+    assert diff_bundles(first, other).fields["numerics"] == ("standard", "bitwise")
+    assert "numerics" not in diff_bundles(first, first).fields

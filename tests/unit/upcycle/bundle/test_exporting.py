@@ -25,6 +25,7 @@ from kitelib.upcycle.bundle.manifest import BundleRoot, ModelIdentity
 from kitelib.upcycle.bundle.reader import Bundle
 from kitelib.upcycle.bundle.writer import BundleWriter
 from kitelib.upcycle.unit import RecyclableUnit
+from tests.support.bundle_files import OLD_BUNDLE
 from tests.support.hits import MODEL, OWN, fill_pool, prompt_units, publish, root_of, today
 from tests.support.pools import entry, key_of
 from tests.support.units import INFO, chain_of, kv_unit
@@ -398,13 +399,13 @@ async def test_nothing_to_export_says_why(store: DiskStore, tmp_path: Path) -> N
 
 async def test_a_bundle_that_was_there_stays_when_the_export_fails(store: DiskStore, tmp_path: Path) -> None:
     path = tmp_path / "hot.kite"
-    path.write_bytes(b"the last one")
+    path.write_bytes(OLD_BUNDLE)
     await fill_pool(store, PROMPTS)
     with pytest.raises(ConfigError, match="max_bytes"):
         await export(await view_of(store), path, max_bytes=10)
     with pytest.raises(ConfigError):
         await export(await view_of(store), path, sign_key=tmp_path / "none.pem")
-    assert path.read_bytes() == b"the last one"
+    assert path.read_bytes() == OLD_BUNDLE
     assert sorted(each.name for each in tmp_path.iterdir()) == ["hot.kite", "pool"]
 
 

@@ -25,6 +25,7 @@ from kitelib.fingerprint import model_key, store_key
 from kitelib.upcycle.bundle import Bundle
 from kitelib.upcycle.bundle.signing import new_key
 from kitelib.upcycle.unit import Expectation
+from tests.support.bundle_files import bundle_file
 from tests.support.bundle_units import BUNDLE_ROOT, IDENTITY, header_of, sample_units, write_raw
 from tests.support.bundles import write_units
 
@@ -471,3 +472,26 @@ def test_opening_needs_little():
     process = run(code)
     assert process.communicate()[0] == "[]\n"
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize("content", [b"GGUF\x03\0\0\0\x22\0\0\0", b"Some text that is no bundle.\n", b"PK\x03\x04" * 9])
+def test_a_file_of_another_kind_is_called_that(tmp_path, content):
+    (tmp_path / "x.kite").write_bytes(content)
+    with pytest.raises(BundleError, match=r"x\.kite' can't be used: it is no bundle, but a file of another kind"):
+        Bundle.open(tmp_path / "x.kite")
+
+
+def test_a_folder_is_refused_without_a_number_of_the_system(tmp_path):
+    with pytest.raises(BundleError, match=r"can't be opened: [^\[]+$"):
+        Bundle.open(tmp_path)
+
+
+def test_one_key_needs_no_list(tmp_path):
+    pem, public = new_key()
+    (tmp_path / "key.pem").write_bytes(pem)
+    path = bundle_file(tmp_path / "a.kite", sign_key=tmp_path / "key.pem")
+    for key in (public, bytes.fromhex(public)):
+        with Bundle.open(path, require_signature=True, trusted_keys=key) as bundle:
+            assert bundle.signer == public
+    with pytest.raises(BundleSignatureError):
+        Bundle.open(path, require_signature=True, trusted_keys="0" * 64)

@@ -14,7 +14,8 @@ from kitelib.upcycle.bundle.editing import merge_bundles, sign_bundle
 from kitelib.upcycle.bundle.replacing import replaced
 from kitelib.upcycle.bundle.signing import new_key
 from kitelib.upcycle.bundle.writer import BundleWriter
-from tests.support.bundle_files import MODEL, bundle_file
+from tests.support.bundle_files import MODEL, TOKENS, bundle_file, root_for
+from tests.support.units import BLOCK_TOKENS, kv_unit
 
 
 @pytest.fixture
@@ -127,3 +128,41 @@ def test_what_can_be_no_bundle_is_refused_before_anything_is_read_or_computed(
     assert sorted(os.listdir(tmp_path)) == before
     if kind == "pipe":
         assert stat.S_ISFIFO(os.stat(path).st_mode)
+
+
+@pytest.mark.parametrize("name", ["key.pem", "model.gguf", "other.safetensors", "link.kite"])
+def test_a_file_that_is_no_bundle_is_never_replaced(tmp_path: Path, key_file: Path, name: str) -> None:
+    """A model or a key that is named as the target by mistake, also behind a link, even if it is an input."""
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100))
+    (tmp_path / "other.safetensors").write_bytes(b"@\0\0\0\0\0\0\0" + b'{"__metadata__":{"format":"pt"}}')
+    (tmp_path / "link.kite").symlink_to(tmp_path / "model.gguf")
+    part, target = bundle_file(tmp_path / "part.kite"), tmp_path / name
+    before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+    for write in (
+        lambda: BundleWriter(target, MODEL),
+        lambda: merge_bundles([part], target),
+        lambda: sign_bundle(part, key_file, target),
+    ):
+        with pytest.raises(ConfigError, match=f"{name}' exists and is no bundle; give another name, or remove it"):
+            write()
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
+
+
+def test_a_file_that_comes_while_a_bundle_is_made_stays(tmp_path: Path) -> None:
+    path = tmp_path / "a.kite"
+    root = root_for()
+    with BundleWriter(path, MODEL) as writer:
+        writer.add(kv_unit(TOKENS, 0, BLOCK_TOKENS, root=root.root), root)
+        path.write_bytes(b"notes")
+        with pytest.raises(ConfigError, match="is no bundle"):
+            writer.finish()
+    assert path.read_bytes() == b"notes"
+
+
+def test_an_empty_file_and_a_damaged_bundle_are_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a.kite"
+    path.touch()
+    bundle_file(path)
+    path.write_bytes(path.read_bytes()[:100])
+    with Bundle.open(bundle_file(path)) as bundle:
+        assert bundle.check() == []

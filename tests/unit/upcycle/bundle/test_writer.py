@@ -16,6 +16,7 @@ from kitelib.errors import ConfigError, InvalidRequestError
 from kitelib.upcycle.adapter_unit import AdapterContent, adapter_digest, adapter_unit
 from kitelib.upcycle.bundle import Bundle, BundleRoot, BundleWriter, container
 from kitelib.upcycle.bundle.signing import new_key
+from tests.support.bundle_files import OLD_BUNDLE
 from tests.support.bundle_units import BUNDLE_ROOT, IDENTITY, header_of, sample_units
 from tests.support.bundles import write_units
 from tests.support.units import LAYOUT, ROOT, kv_unit, logits_unit, units_of
@@ -272,7 +273,7 @@ def test_sealing(path, tmp_path):
 
 @pytest.mark.parametrize("fault", ["key", "hmac", "progress", "full"])
 def test_a_failed_finish_leaves_the_old_bundle_alone(path, tmp_path, fault):
-    path.write_bytes(b"old")
+    path.write_bytes(OLD_BUNDLE)
     (tmp_path / "key.pem").write_bytes(b"no key")
 
     def stop(done, total):
@@ -288,7 +289,7 @@ def test_a_failed_finish_leaves_the_old_bundle_alone(path, tmp_path, fault):
         with pytest.raises((ConfigError, KeyboardInterrupt)):
             writer.finish(**options.get(fault, {}))
         assert os.listdir(path.parent) == [path.name]
-    assert path.read_bytes() == b"old"
+    assert path.read_bytes() == OLD_BUNDLE
 
 
 def test_an_abandoned_writer_leaves_nothing(path):
