@@ -100,7 +100,7 @@ async def test_a_codec_that_breaks_is_a_miss(
         raise ZeroDivisionError("a bug in a codec")
 
     async with open_tiny() as engine:
-        monkeypatch.setattr("kitelib.stores.pool.unpack", broken)
+        monkeypatch.setattr("kitelib.stores.checking.unpack", broken)
         assert await answers_of(engine) == right_answers
         assert engine.stats()["pool"]["memory"]["refused"] > 0
 
