@@ -124,7 +124,10 @@ async def measure_ttft(model: str, path: Path, prompts: list[list[int]], questio
             tokens = [*prompt, *tail]
             answers = []
             order = ("memory", "bundle", "dropped", "cold")
-            for variant in (*order[index % 4 :], *order[: index % 4]):  # none is always the one after a long computation
+            for variant in (
+                *order[index % 4 :],
+                *order[: index % 4],
+            ):  # none is always the one after a long computation
                 engine = hot if variant == "memory" else mapped
                 if variant in ("bundle", "dropped"):
                     if variant == "dropped":
@@ -259,7 +262,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the bundles go (default: a temporary folder)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        results = asyncio.run(run(quick=options.quick, model=resolve_model(options.model), folder=Path(folder), prompts=options.prompts))
+        results = asyncio.run(
+            run(quick=options.quick, model=resolve_model(options.model), folder=Path(folder), prompts=options.prompts)
+        )
     show(results)
     text = json.dumps(results)
     print(text)

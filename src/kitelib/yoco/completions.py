@@ -96,7 +96,12 @@ class Completions:
         """What such a unit must be."""
         cf = self._key(chain, sampling)
         expected = Expectation(
-            "completion", cf, list(chain.tail), self._info.model_state, LAYOUT, max_bytes=4 * (self._info.context_tokens + 1)
+            "completion",
+            cf,
+            list(chain.tail),
+            self._info.model_state,
+            LAYOUT,
+            max_bytes=4 * (self._info.context_tokens + 1),
         )
         return Wanted.of(expected, chain.root)
 

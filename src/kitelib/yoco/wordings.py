@@ -175,7 +175,9 @@ class Wordings:
         """What such a unit must be."""
         cf = end_fingerprint(_parent(root, question.digest(level)), _NO_TOKENS)
         most = self._max_bytes
-        return Wanted.of(Expectation("completion", cf, _NO_TOKENS, self._info.model_state, LAYOUT, max_bytes=most), root)
+        return Wanted.of(
+            Expectation("completion", cf, _NO_TOKENS, self._info.model_state, LAYOUT, max_bytes=most), root
+        )
 
     @property
     def _max_bytes(self) -> int:
