@@ -114,7 +114,12 @@ class SchedulerSide:
         if tracked is None or tracked.loaded_at >= request.num_preemptions:
             return 0
         if tracked.root is None and not self._find_root(tracked):
-            return None if tracked.adapter is not None and not self._done(tracked.adapter) else 0
+            if tracked.adapter is None:
+                return 0
+            if not self._done(tracked.adapter):
+                return None
+            if not self._find_root(tracked):  # asked again: it may have been read just now
+                return 0
         lookup = tracked.lookup
         if lookup is None or lookup.first > first or time.monotonic() - lookup.begun > _FRESH_S + lookup.patience_s:
             lookup = tracked.lookup = self._look(tracked, first, end)
