@@ -38,7 +38,6 @@ __all__ = [
     "Kind",
     "RecyclableUnit",
     "UnitHead",
-    "check_data_bytes",
     "inspect",
     "pack",
     "peek",
@@ -141,6 +140,34 @@ class Expectation:
     num_bytes: int | None = None
     max_bytes: int = MAX_DATA_BYTES
 
+    def check_identity(self, kind: str, cf: bytes, model_state: bytes, data_bytes: int) -> None:
+        """Compares what the beginning of a stored unit says.
+
+        Raises:
+            FormatError: it is another unit, or more of one than makes sense.
+        """
+        if kind != self.kind:
+            raise FormatError(f"the unit is of kind {kind!r}, not {self.kind!r}")
+        if cf != self.cf:
+            raise FormatError(f"the unit is {short(cf)}, not {short(self.cf)}")
+        if model_state != self.model_state:
+            raise FormatError(f"the unit is of model state {short(model_state)}, not {short(self.model_state)}")
+        if self.num_bytes is not None and data_bytes != self.num_bytes:
+            raise FormatError(f"the unit holds {data_bytes} bytes of data, not {self.num_bytes}")
+        if data_bytes > self.max_bytes:
+            raise FormatError(f"the unit holds {data_bytes} bytes of data; at most {self.max_bytes} make sense here")
+
+    def check_content(self, token_ids: npt.NDArray[np.uint32], layout: str) -> None:
+        """Compares what it covers, and how its data is laid out.
+
+        Raises:
+            FormatError: it is something else.
+        """
+        if not np.array_equal(token_ids, as_token_ids(self.token_ids)):
+            raise FormatError("the token ids differ from those looked for")
+        if self.layout is not None and layout != self.layout:
+            raise FormatError(f"the unit's layout is {layout!r}, not {self.layout!r}")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UnitHead:
@@ -238,7 +265,7 @@ def unpack(blob: bytes | memoryview, *, expected: Expectation, hmac_key: bytes |
         FormatError: the bytes are not such a unit; the message says why. Treat it as a miss.
     """
     view, header = _open(blob, hmac_key)
-    _check_expected(header, expected)
+    expected.check_identity(header.kind, header.cf, header.model_state, header.data_bytes)
     return _read(view, header, expected)
 
 
@@ -336,35 +363,11 @@ def _read_fixed(view: memoryview, *, whole: bool = True) -> _Header:
     )
 
 
-def _check_expected(header: _Header, expected: Expectation) -> None:
-    if header.kind != expected.kind:
-        raise FormatError(f"the unit is of kind {header.kind!r}, not {expected.kind!r}")
-    if header.cf != expected.cf:
-        raise FormatError(f"the unit is {short(header.cf)}, not {short(expected.cf)}")
-    if header.model_state != expected.model_state:
-        raise FormatError(f"the unit is of model state {short(header.model_state)}, not {short(expected.model_state)}")
-    check_data_bytes(header.data_bytes, expected)
-
-
-def check_data_bytes(data_bytes: int, expected: Expectation) -> None:
-    """Compares the size of a unit's data with what is looked for.
-
-    Raises:
-        FormatError: it is another one.
-    """
-    if expected.num_bytes is not None and data_bytes != expected.num_bytes:
-        raise FormatError(f"the unit holds {data_bytes} bytes of data, not {expected.num_bytes}")
-    if data_bytes > expected.max_bytes:
-        raise FormatError(f"the unit holds {data_bytes} bytes of data; at most {expected.max_bytes} make sense here")
-
-
 def _read(view: memoryview, header: _Header, expected: Expectation | None) -> RecyclableUnit:
     shape = struct.unpack_from(f"<{header.num_dims}Q", view, _FIXED.size)
     offset = _FIXED.size + 8 * header.num_dims
     # A copy: the caller may keep the ids longer than the blob, and they are few.
     token_ids = np.frombuffer(bytes(view[offset : offset + 4 * header.num_token_ids]), "<u4")
-    if expected is not None and not np.array_equal(token_ids, as_token_ids(expected.token_ids)):
-        raise FormatError("the token ids differ from those looked for")
     offset += 4 * header.num_token_ids
     names = []
     for size in header.name_bytes:
@@ -373,8 +376,8 @@ def _read(view: memoryview, header: _Header, expected: Expectation | None) -> Re
     if any(view[offset : header.header_bytes - _CRC.size]):
         raise FormatError("the header's padding is not zero")
     layout, dtype, codec_name = names
-    if expected is not None and expected.layout is not None and layout != expected.layout:
-        raise FormatError(f"the unit's layout is {layout!r}, not {expected.layout!r}")
+    if expected is not None:
+        expected.check_content(token_ids, layout)
     _check_size(shape, dtype, header.data_bytes)
     codec = codec_named(codec_name)
     payload = view[header.header_bytes : header.header_bytes + header.payload_bytes]

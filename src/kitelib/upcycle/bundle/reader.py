@@ -9,10 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import Any, Final
 
-import numpy as np
-
 from kitelib.errors import BundleError, BundleNotFoundError, BundleSignatureError, ConfigError, FormatError
-from kitelib.fingerprint import as_token_ids, model_key, short, store_key
+from kitelib.fingerprint import model_key, short, store_key
 from kitelib.upcycle.bundle import signing, strict_json
 from kitelib.upcycle.bundle.container import (
     HMAC_KEY,
@@ -27,7 +25,7 @@ from kitelib.upcycle.bundle.manifest import BundleUnit, Manifest
 from kitelib.upcycle.bundle.manifest_json import manifest_of
 from kitelib.upcycle.bundle.replacing import reason
 from kitelib.upcycle.codec import codec_named
-from kitelib.upcycle.unit import Expectation, RecyclableUnit, check_data_bytes
+from kitelib.upcycle.unit import Expectation, RecyclableUnit
 
 __all__ = ["Bundle"]
 
@@ -181,7 +179,8 @@ class Bundle:
             raise FormatError(f"the unit {short(unit.cf)} is none of the bundle {self.path!r}")
         model_state = self.manifest.model.model_state
         if expected is not None:
-            _check_expected(unit, model_state, expected)
+            expected.check_identity(unit.kind, unit.cf, model_state, unit.data_bytes)
+            expected.check_content(unit.token_ids, unit.layout)
         # A copy, checked after it was made: the file may be overwritten or cut off while the unit waits to be used.
         payload = bytes(self.stored(unit))
         if zlib.crc32(payload) != unit.crc32:
@@ -259,21 +258,6 @@ class Bundle:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _check_expected(unit: BundleUnit, model_state: bytes, expected: Expectation) -> None:
-    """As `kitelib.upcycle.unit.unpack` does, before the payload is touched."""
-    found = (unit.kind, unit.cf, model_state)
-    if found != (expected.kind, expected.cf, expected.model_state):
-        raise FormatError(
-            f"the unit is {unit.kind} {short(unit.cf)} of model state {short(model_state)}, not {expected.kind} "
-            f"{short(expected.cf)} of {short(expected.model_state)}"
-        )
-    if expected.layout is not None and unit.layout != expected.layout:
-        raise FormatError(f"the unit's layout is {unit.layout!r}, not {expected.layout!r}")
-    check_data_bytes(unit.data_bytes, expected)
-    if not np.array_equal(unit.token_ids, as_token_ids(expected.token_ids)):
-        raise FormatError("the token ids differ from those looked for")
 
 
 def _claimed_signer(signature: str | None) -> str | None:

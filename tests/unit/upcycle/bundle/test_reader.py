@@ -166,8 +166,8 @@ def test_a_longer_header_than_allowed(path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kind": "logits"}, "not logits"),
-        ({"cf": b"x" * 32}, "not kv"),
+        ({"kind": "logits"}, "of kind 'kv', not 'logits'"),
+        ({"cf": b"x" * 32}, f"the unit is .*, not {b'x'.hex() * 8}"),
         ({"model_state": b"x" * 32}, "of model state"),
         ({"layout": "other"}, "layout is"),
         ({"num_bytes": 95}, "not 95"),
